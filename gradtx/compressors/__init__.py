@@ -1,0 +1,1 @@
+"""Transformations from dense gradients to payloads."""

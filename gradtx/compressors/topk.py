@@ -1,0 +1,163 @@
+"""`topk`: the largest magnitudes, and where they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+
+from gradtx import backends
+from gradtx.compressors.compressor import Encode, compressor, encode_leaf
+from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
+from gradtx.core.stage import Argument, Kind, Stage
+from gradtx.core.transformation import Transformation
+from gradtx.core.tree import Array, PyTree, flatten_with_paths, widen
+
+
+@register_payload
+class Sparse(Payload):
+    """Some of a leaf's values, and their positions.
+
+    Attributes:
+        values: ``[k]``, or a payload of that shape.
+        indices: ``[k]``, whole numbers, strictly increasing: positions in the flat leaf.
+    """
+
+    children = ("values", "indices")
+    codecs = {"indices": "index"}  # noqa: RUF012
+    form = "sparse"
+    values: Any
+    indices: Array
+
+    def decode(self) -> Array:
+        """The values at their positions, zeros elsewhere."""
+        values = dense(self.values)
+        return backends.of(values).scatter(values, self.indices, self.size)
+
+    def with_values(self, values: Any) -> Payload:
+        """Other values at the same positions; a sparse choice of them is merged into one."""
+        if isinstance(values, Sparse):
+            indices = backends.of(self.indices).take(self.indices, values.indices)
+            return Sparse(values.values, indices, self.shape, self.dtype)
+        return Sparse(values, self.indices, self.shape, self.dtype)
+
+
+def topk_sparsify(
+    ratio: float, *, scope: str = "leaf", feedback: bool = True
+) -> Transformation:
+    r"""Sends the ``max(1, round(ratio * n))`` largest magnitudes of `n`, exactly.
+
+    Ties go to the lowest index. An empty leaf sends none. It is a contraction with
+    :math:`\delta = k / n`, and needs error feedback.
+
+    Args:
+        ratio: the share of values that is sent, a float over 0 and at most 1.
+        scope: ``"leaf"`` chooses within each leaf, ``"global"`` over all leaves together.
+        feedback: False goes without error feedback, on purpose: what is not sent is lost.
+
+    Returns:
+        The transformation: dense leaves or sparse payloads (whose values it takes) to `Sparse`.
+
+    Raises:
+        TypeError: if the ratio is no float.
+        ValueError: if the ratio is not over 0 and at most 1, or the scope is unknown.
+
+    References:
+        Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017; Stich et al.,
+        Sparsified SGD with Memory, 2018.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> tx = gx.topk(0.5, feedback=False)
+        >>> grads = {"w": torch.tensor([1.0, -4.0, 0.0, 2.0])}
+        >>> updates, _ = tx.update(grads, tx.init(grads))
+        >>> updates["w"].indices, updates["w"].values
+        (tensor([1, 3]), tensor([-4.,  2.]))
+    """
+    _check_ratio(ratio)
+    if scope not in ("leaf", "global"):
+        raise ValueError(f"topk(scope={scope!r}): expected 'leaf' or 'global'")
+    stage = Stage(
+        "topk",
+        Kind.COMPRESSOR,
+        (
+            Argument("ratio", ratio),
+            Argument("scope", scope, "leaf"),
+            Argument("feedback", bool(feedback), True),
+        ),
+        takes=frozenset({"dense", "sparse"}),
+        gives="sparse",
+        biased=True,
+        feedback=bool(feedback),
+    )
+
+    def encode(flat: Array, shape: tuple[int, ...]) -> Payload:
+        ops = backends.of(flat)
+        indices = ops.top_k(flat, count(ratio, flat.shape[-1]))
+        return Sparse(ops.take(flat, indices), indices, shape, ops.dtype_name(flat))
+
+    if scope == "leaf":
+        return compressor(stage, encode)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        paths, leaves, treespec = flatten_with_paths(updates)
+        order = sorted((i for i, leaf in enumerate(leaves) if leaf is not None), key=paths.__getitem__)
+        out = [encode_leaf(leaf, encode) for leaf in leaves] if any(
+            isinstance(leaf, Joined) for leaf in leaves
+        ) else _joined(leaves, order, encode)
+        return optree.tree_unflatten(treespec, out), state
+
+    return Transformation(stage, None, update)
+
+
+topk = topk_sparsify
+
+
+def _joined(leaves: list[Any], order: list[int], encode: Encode) -> list[Any]:
+    """The leaves compressed as one: a `Joined` at the first place in `order`, then `Member`s."""
+    if not order:
+        return leaves
+    chosen = [leaves[i] for i in order]
+    parts = Parts(tuple((i, tuple(leaves[i].shape)) for i in order))
+    payload = encode_leaf(_concatenated(chosen), encode)
+    out = list(leaves)
+    for i in order:
+        out[i] = Member(tuple(leaves[i].shape), payload.dtype)
+    out[order[0]] = Joined(payload, parts, payload.shape, payload.dtype)
+    return out
+
+
+def _concatenated(leaves: list[Any]) -> Any:
+    """All leaves as one flat array, or, if they are sparse, as one sparse payload."""
+    if not any(isinstance(leaf, Payload) for leaf in leaves):
+        return _concat_wide([widen(leaf) for leaf in leaves])
+    if not all(isinstance(leaf, Sparse) and backends.is_array(leaf.values) for leaf in leaves):
+        raise TypeError(f"topk(scope='global') takes all leaves dense or all sparse, got {leaves}")
+    start, indices = 0, []
+    for leaf in leaves:
+        indices.append(leaf.indices + start)
+        start += leaf.size
+    values = _concat_wide([leaf.values for leaf in leaves])
+    ops = backends.of(values)
+    return Sparse(values, ops.concat(indices), (start,), ops.dtype_name(values))
+
+
+def _concat_wide(arrays: list[Array]) -> Array:
+    ops = backends.find(arrays)
+    dtype = max(ops.dtype_name(array) for array in arrays)  # "float32" < "float64"
+    return ops.concat([ops.ravel(ops.cast(array, dtype)) for array in arrays])
+
+
+def count(ratio: float, n: int) -> int:
+    """How many of `n` values a ratio selects; at least one, but none of none."""
+    return max(1, round(ratio * n)) if n else 0
+
+
+def _check_ratio(ratio: Any) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, float):
+        raise TypeError(f"topk(ratio={ratio!r}): expected a float over 0 and at most 1, such as 0.01")
+    if not (math.isfinite(ratio) and 0.0 < ratio <= 1.0):
+        raise ValueError(f"topk(ratio={ratio!r}): expected a float over 0 and at most 1")

@@ -1,0 +1,320 @@
+"""`chain`: transformations composed, their order checked, their neighbours resolved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+
+from gradtx import backends
+from gradtx.core.combinators import (
+    ApplyIfFiniteState,
+    Bare,
+    Filter,
+    apply_if_finite,
+    error_feedback,
+    masked,
+    run,
+)
+from gradtx.core.errors import ChainOrderError, Violation
+from gradtx.core.payload import Joined, Member
+from gradtx.core.predicates import all_of
+from gradtx.core.rules import check as check_order
+from gradtx.core.stage import Kind, Stage
+from gradtx.core.transformation import Context, Exchange, Transformation, flat
+from gradtx.core.tree import (
+    Array,
+    Info,
+    Layout,
+    PyTree,
+    accumulation_dtype,
+    flatten,
+    flatten_with_paths,
+    layout_of,
+)
+
+
+class ChainState(NamedTuple):
+    """The state of a chain.
+
+    Attributes:
+        layout: paths, shapes and dtypes of the parameters; static.
+        states: the states of the core form's parts.
+    """
+
+    layout: Layout
+    states: tuple[Any, ...]
+
+    @property
+    def gate(self) -> ApplyIfFiniteState | None:
+        """The state of the gate, or None for a chain that is not gated."""
+        return next((s for s in self.states if isinstance(s, ApplyIfFiniteState)), None)
+
+    @property
+    def last_finite(self) -> Array:
+        """0-d bool: the last step was taken (always true for a chain that is not gated)."""
+        return True if self.gate is None else self.gate.last_finite
+
+    @property
+    def total_notfinite(self) -> Array:
+        """0-d int32: steps skipped so far."""
+        return 0 if self.gate is None else self.gate.total_notfinite
+
+
+class Chain(Transformation):
+    """Several transformations, applied from left to right. Made by `chain`.
+
+    Attributes:
+        transformations: the flat chain, as it was written.
+        core: the plain combinators it resolves to.
+    """
+
+    def __init__(self, transformations: Sequence[Transformation]) -> None:
+        self.transformations = tuple(transformations)
+        self.core = resolve(self.transformations)
+
+        def code(local: bool) -> str:
+            return f"gx.chain({', '.join(t.code(local=local) for t in self.transformations)})"
+
+        super().__init__(
+            Stage("chain", stateful=True),
+            self._setup,
+            self._step,
+            stages=tuple(s for part in self.transformations for s in part.stages),
+            code=code,
+        )
+        self._shared_code = self.code(local=False)
+
+    def _setup(self, params: PyTree, info: Info | None) -> ChainState:
+        layout = layout_of(params)
+        return ChainState(layout, tuple(part.setup(params, info) for part in self.core))
+
+    def _step(
+        self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, ChainState]:
+        layout = state.layout
+        context = Context(layout, self._shared_code)
+        with _telling_others(find_exchange(self.core, state.states), context):
+            leaves = layout.match(updates)
+            if any(leaf is None for leaf in leaves):
+                context = replace(context, absent=_absent(leaves, layout))
+                context.progress.absent = context.absent
+                leaves = _filled(leaves, state)
+            tree = optree.tree_unflatten(layout.treespec, leaves)
+            extra = {**extra, "context": context}
+            out, states = run(self.core, tree, state.states, params, extra)
+        out_leaves = _withdrawn(flatten(out)[0], context)
+        return _in_structure_of(updates, out_leaves, layout), ChainState(layout, states)
+
+
+@contextmanager
+def _telling_others(exchange: tuple[Exchange, Any] | None, context: Context) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if exchange is not None and not context.progress.sent:
+            exchange[0].fail(exchange[1], context, error)
+        raise
+
+
+def find_exchange(
+    parts: Sequence[Transformation], states: Sequence[Any]
+) -> tuple[Exchange, Any] | None:
+    """The exchange among the parts of a core form, and its state."""
+    for part, state in zip(parts, states, strict=True):
+        if isinstance(part, Exchange):
+            return part, state
+        if part.parts and part.stage.kind is Kind.EXCHANGE:
+            return find_exchange(part.parts, state.inner_states)
+    return None
+
+
+def _absent(leaves: Sequence[Any], layout: Layout) -> tuple[bool, ...]:
+    return tuple(
+        leaf is None and spec.shape is not None
+        for leaf, spec in zip(leaves, layout.leaves, strict=True)
+    )
+
+
+def _filled(leaves: Sequence[Any], state: ChainState) -> list[Any]:
+    """The leaves with zeros for those that this rank has no gradient for."""
+    arrays = [leaf for leaf in leaves if leaf is not None]
+    ops = backends.find(arrays or optree.tree_leaves(state.states))
+    like = arrays[0] if arrays else None
+    return [
+        ops.zeros(spec.shape, accumulation_dtype(spec.dtype), like)
+        if leaf is None and spec.shape is not None
+        else leaf
+        for leaf, spec in zip(leaves, state.layout.leaves, strict=True)
+    ]
+
+
+def _withdrawn(leaves: list[Any], context: Context) -> list[Any]:
+    """The leaves with None again where no rank had a gradient."""
+    absent = context.progress.absent or (False,) * len(leaves)
+    return [
+        None if gone and not isinstance(leaf, (Joined, Member)) else leaf
+        for leaf, gone in zip(leaves, absent, strict=True)
+    ]
+
+
+def _in_structure_of(updates: PyTree, leaves: list[Any], layout: Layout) -> PyTree:
+    """The leaves, in the order of the layout, in the containers and dtypes of `updates`."""
+    given, treespec = flatten(updates)
+    order = range(len(leaves))
+    if treespec != layout.treespec:
+        order = [layout.positions[path] for path in flatten_with_paths(updates)[0]]
+    out = []
+    for like, i in zip(given, order, strict=True):
+        leaf, spec = leaves[i], layout.leaves[i]
+        if backends.is_array(leaf):
+            ops = backends.of(leaf)
+            leaf = ops.cast(leaf, spec.dtype if like is None else ops.dtype_name(like))
+        out.append(leaf)
+    return optree.tree_unflatten(treespec, out)
+
+
+def chain(*transformations: Any, check: bool = True) -> Chain:
+    """Composes transformations, applied from left to right, and refuses a wrong order.
+
+    Nested chains flatten. Stages that act on their neighbours are resolved here, once: `unscale`
+    gates everything to its right, `filter_params` and `skip_bn` mark leaves for the compressors to
+    their right, `error_feedback()` takes hold of the run of compressors directly to its left. A
+    chain without `unscale` is gated from its first lossy or stateful stage on.
+
+    Args:
+        *transformations: gradtx transformations, or anything with ``init(params)`` and
+            ``update(updates, state, params=None)``, such as an optax transformation: it counts as
+            needing true, reduced, dense gradients and as stateful, unless `declare` says otherwise.
+        check: False builds a chain whatever its order; for tests, and for people who know.
+
+    Returns:
+        The chain: itself a transformation. With nothing in it, the identity.
+
+    Raises:
+        ChainOrderError: if the order breaks a rule (``python -m gradtx explain`` prints the rules).
+        TypeError: if an argument is no transformation.
+
+    Example:
+        >>> import gradtx as gx
+        >>> tx = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.01), gx.ef(), gx.allreduce())
+        >>> gx.chain(gx.topk(0.01), gx.unscale(), gx.ef(), gx.allreduce())
+        Traceback (most recent call last):
+        ...
+        gradtx.core.errors.ChainOrderError: this chain breaks 3 rules...
+    """
+    parts = flat(transformations)
+    violations = check_order([s for part in parts for s in part.stages]) if check else []
+    if violations:
+        suggestion = suggest(parts)
+        raise ChainOrderError(_message(parts, violations, suggestion), violations, suggestion)
+    return Chain(parts)
+
+
+def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, ...]:
+    """The core form of a flat chain: plain combinators, and no stage that acts on neighbours."""
+    parts: list[Transformation] = []
+    compressors: list[Transformation] = []
+    predicates: list[Any] = []
+
+    def keep(*found: Transformation) -> None:
+        predicate = all_of(*predicates) if predicates else None
+        parts.extend(masked(part, predicate) if predicate else part for part in found)
+
+    for part in transformations:
+        if part.stage.kind is Kind.COMPRESSOR:
+            compressors.append(part)
+            continue
+        if isinstance(part, Bare) and part.stage.kind is Kind.FEEDBACK and compressors:
+            keep(error_feedback(*compressors))
+            compressors = []
+            continue
+        keep(*compressors)
+        compressors = []
+        if isinstance(part, Filter):
+            predicates.append(part.predicate)
+        elif any(stage.lossy for stage in part.stages) and part.stage.kind is not Kind.EXCHANGE:
+            keep(part)
+        else:
+            parts.append(part)
+            if part.stage.kind is Kind.EXCHANGE:
+                predicates = []
+    keep(*compressors)
+    return _gated(parts)
+
+
+def _gated(parts: list[Transformation]) -> tuple[Transformation, ...]:
+    unscales = [i + 1 for i, part in enumerate(parts) if part.stage.kind is Kind.UNSCALE]
+    delicate = [i for i, p in enumerate(parts) if any(s.lossy or s.stateful for s in p.stages)]
+    start = (unscales or delicate or [None])[0]
+    if start is None or [part.name for part in parts[start:]] == ["apply_if_finite"]:
+        return tuple(parts)
+    return (*parts[:start], apply_if_finite(*parts[start:]))
+
+
+_PLACES = (
+    Kind.UNSCALE,
+    Kind.FILTER,
+    Kind.COMPRESSOR,
+    Kind.FEEDBACK,
+    Kind.EXCHANGE,
+    Kind.TRANSFORM,
+)
+
+
+def suggest(transformations: Sequence[Transformation]) -> Chain | None:
+    """The same transformations in an order that passes, or None if none is found.
+
+    The usual order is tried first, then, for up to seven transformations, all orders, those with
+    the fewest transpositions first.
+    """
+    usual = sorted(transformations, key=lambda part: _PLACES.index(part.stage.kind))
+    if _passes(usual):
+        return Chain(usual)
+    if len(transformations) > 7:
+        return None
+    orders = itertools.permutations(range(len(transformations)))
+    for order in sorted(orders, key=_transpositions):
+        candidate = [transformations[i] for i in order]
+        if _passes(candidate):
+            return Chain(candidate)
+    return None
+
+
+def _passes(parts: Sequence[Transformation]) -> bool:
+    return not check_order([stage for part in parts for stage in part.stages])
+
+
+def _transpositions(order: Sequence[int]) -> int:
+    return sum(a > b for a, b in itertools.combinations(order, 2))
+
+
+def _message(
+    parts: Sequence[Transformation], violations: Sequence[Violation], suggestion: Chain | None
+) -> str:
+    marks: dict[int, list[str]] = {}
+    for violation in violations:
+        for i in violation.stages:
+            codes = marks.setdefault(i, [])
+            if violation.code not in codes:
+                codes.append(violation.code)
+    codes = len({violation.code for violation in violations})
+    lines = [f"this chain breaks {codes} rule{'s' if codes > 1 else ''}:", "", "    gx.chain("]
+    position = 0
+    for part in parts:
+        own = range(position, position + len(part.stages))
+        position += len(part.stages)
+        found = list(dict.fromkeys(code for i in own for code in marks.get(i, [])))
+        mark = f"  # <- {', '.join(found)}" if found else ""
+        lines.append(f"        {part.code()},{mark}")
+    lines += ["    )", ""]
+    for violation in violations:
+        where = ", ".join(map(str, violation.stages))
+        lines += [f"{violation.code} at {where}: {violation.reason}", f"    fix: {violation.fix}"]
+    if suggestion is not None:
+        lines += ["", "write instead:", "", f"    {suggestion.code()}"]
+    return "\n".join(lines)

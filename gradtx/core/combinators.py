@@ -1,0 +1,408 @@
+"""The plain combinators that a chain resolves into: each takes transformations, and is one."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+
+from gradtx import backends
+from gradtx.backends.registry import register_node
+from gradtx.core.payload import decode_leaves
+from gradtx.core.stage import Argument, Kind, Stage
+from gradtx.core.transformation import Context, Transformation, finite_flag, flat
+from gradtx.core.tree import (
+    Array,
+    Info,
+    PyTree,
+    accumulation_dtype,
+    flatten,
+    flatten_with_paths,
+    map_leaves,
+    widen,
+)
+
+
+class Bare(Transformation):
+    """A stage that acts on its neighbours: `chain` resolves it; used on its own it raises."""
+
+    def __init__(self, stage: Stage, instead: str) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise TypeError(
+                f"{stage.code()} acts on its neighbours in a chain and does nothing alone: {instead}"
+            )
+
+        super().__init__(stage, refuse, refuse)
+
+
+class Filter(Bare):
+    """A stage that marks leaves; the compressors to its right are masked by its predicate."""
+
+    def __init__(self, stage: Stage, predicate: Callable[..., bool]) -> None:
+        super().__init__(stage, "write chain(skip_bn(), topk(0.01), ef()), or masked(inner, predicate)")
+        self.predicate = predicate
+
+
+def run(
+    parts: Sequence[Transformation],
+    updates: PyTree,
+    states: Sequence[Any],
+    params: PyTree,
+    extra: dict[str, Any],
+) -> tuple[PyTree, tuple[Any, ...]]:
+    """The updates through all parts, one after the other, and the new states."""
+    new = []
+    for part, state in zip(parts, states, strict=True):
+        updates, state = part.step(updates, state, params, **extra)
+        new.append(state)
+    return updates, tuple(new)
+
+
+def call(name: str, parts: Sequence[Transformation], *arguments: str) -> Callable[[bool], str]:
+    """A `code` function for a combinator over parts."""
+
+    def code(local: bool) -> str:
+        return f"gx.{name}({', '.join((*(part.code(local=local) for part in parts), *arguments))})"
+
+    return code
+
+
+class ErrorFeedbackState(NamedTuple):
+    """The state of `error_feedback`.
+
+    Attributes:
+        residual: what compression left out so far: a tree like the parameters, FP32 (FP64 for FP64
+            leaves), None for leaves that are not compressed.
+        inner_states: the states of the compressors.
+    """
+
+    residual: PyTree
+    inner_states: tuple[Any, ...]
+
+
+def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Transformation:
+    r"""Adds back at each step what compression left out before.
+
+    With the compressors' composition :math:`C` and the residual :math:`e`, zero at the start:
+    :math:`\hat g = C(g + e)`, then :math:`e \leftarrow g + e - \hat g`.
+
+    Called with nothing it is a stage for `chain`, and takes hold of the run of compressors directly
+    to its left. Called with compressors it is an ordinary combinator.
+
+    Args:
+        *compressors: what loses information, applied from left to right.
+        dtype: of the residual; FP32 and nothing less, since what is smaller than the rounding of a
+            16-bit residual would be lost for good.
+
+    Returns:
+        The transformation. A leaf without a gradient sends nothing and keeps its residual.
+
+    Raises:
+        ValueError: for a `dtype` other than ``"float32"``.
+
+    References:
+        Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback
+        Fixes SignSGD, 2019.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> tx = gx.error_feedback(gx.topk(0.5))
+        >>> state = tx.init({"w": torch.zeros(2)})
+        >>> sent, state = tx.update({"w": torch.tensor([3.0, 1.0])}, state)
+        >>> sent["w"].decode(), state.residual["w"]
+        (tensor([3., 0.]), tensor([0., 1.]))
+    """
+    if dtype != "float32":
+        raise ValueError(
+            f"error_feedback(dtype={dtype!r}): the residual is kept in 'float32' "
+            "(FP64 for FP64 leaves); 16 bits lose what is smaller than their rounding"
+        )
+    stage = Stage("ef", Kind.FEEDBACK, stateful=True, over=len(compressors) or None)
+    if not compressors:
+        return Bare(
+            stage,
+            "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
+        )
+    parts = flat(compressors)
+
+    def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
+        residual = map_leaves(_zero_residual, params)
+        return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
+
+    def update(
+        updates: PyTree, state: ErrorFeedbackState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, ErrorFeedbackState]:
+        leaves, treespec = flatten(updates)
+        residuals, residual_spec = flatten(state.residual)
+        absent = _absent(leaves, extra.get("context"))
+        corrected = [
+            leaf if skip else widen(leaf) + residual
+            for leaf, residual, skip in zip(leaves, residuals, absent, strict=True)
+        ]
+        payloads, inner_states = run(
+            parts,
+            optree.tree_unflatten(treespec, corrected),
+            state.inner_states,
+            params,
+            extra,
+        )
+        sent = decode_leaves(flatten(payloads)[0])
+        new = [
+            residual if skip else _left_out(leaf, part)
+            for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
+        ]
+        residual = optree.tree_unflatten(residual_spec, new)
+        return payloads, ErrorFeedbackState(residual, inner_states)
+
+    return Transformation(
+        stage,
+        init,
+        update,
+        stages=(*(s for part in parts for s in part.stages), stage),
+        parts=parts,
+        code=call("error_feedback", parts),
+    )
+
+
+ef = error_feedback
+
+
+def _zero_residual(leaf: Array) -> Array:
+    ops = backends.of(leaf)
+    return ops.zeros(tuple(leaf.shape), accumulation_dtype(ops.dtype_name(leaf)), leaf)
+
+
+def _absent(leaves: Sequence[Any], context: Context | None) -> list[bool]:
+    absent = context.absent if context and context.absent else (False,) * len(leaves)
+    return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
+
+
+def _left_out(corrected: Array, sent: Array) -> Array:
+    ops = backends.of(corrected)
+    return corrected - ops.cast(sent, ops.dtype_name(corrected))
+
+
+class Mask:
+    """One bool a leaf, in the order of the tree; a static pytree node."""
+
+    def __init__(self, selected: tuple[bool, ...]) -> None:
+        self.selected = selected
+
+    def __repr__(self) -> str:
+        return f"Mask({self.selected})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self.selected == other.selected
+
+    def __hash__(self) -> int:
+        return hash(self.selected)
+
+
+register_node(Mask, static=("selected",))
+
+
+class MaskedState(NamedTuple):
+    """The state of `masked`.
+
+    Attributes:
+        mask: which leaves the inner transformation sees; static.
+        inner_state: its state, over those leaves.
+    """
+
+    mask: Mask
+    inner_state: Any
+
+
+def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformation:
+    """Applies a transformation to some leaves only; the others go past it unchanged.
+
+    Args:
+        inner: the transformation; it sees None for the leaves that are left out.
+        predicate: ``predicate(path, leaf, info) -> bool``, asked once, at `init`, for each
+            parameter; `info` is its `LeafInfo`, or None where `init` was not given a module.
+
+    Returns:
+        The transformation.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> tx = gx.masked(gx.topk(0.5, feedback=False), gx.is_matrix)
+        >>> grads = {"w": torch.tensor([[3.0, 1.0]]), "b": torch.ones(2)}
+        >>> updates, _ = tx.update(grads, tx.init(grads))
+        >>> updates
+        {'w': Sparse(shape=(1, 2), dtype='float32'), 'b': tensor([1., 1.])}
+    """
+    part = as_one(inner)
+    if not callable(predicate):
+        raise TypeError(f"masked: the predicate must be callable, got {predicate!r}")
+
+    def init(params: PyTree, info: Info | None) -> MaskedState:
+        paths, leaves, treespec = flatten_with_paths(params)
+        mask = Mask(
+            tuple(
+                leaf is not None and bool(predicate(path, leaf, (info or {}).get(path)))
+                for path, leaf in zip(paths, leaves, strict=True)
+            )
+        )
+        chosen = _only(leaves, mask)
+        return MaskedState(mask, part.setup(optree.tree_unflatten(treespec, chosen), info))
+
+    def update(
+        updates: PyTree, state: MaskedState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, MaskedState]:
+        leaves, treespec = flatten(updates)
+        chosen = optree.tree_unflatten(treespec, _only(leaves, state.mask))
+        if params is not None:
+            values, spec = flatten(params)
+            params = optree.tree_unflatten(spec, _only(values, state.mask))
+        out, inner_state = part.step(chosen, state.inner_state, params, **extra)
+        merged = [
+            new if selected else old
+            for new, old, selected in zip(
+                flatten(out)[0], leaves, state.mask.selected, strict=True
+            )
+        ]
+        return optree.tree_unflatten(treespec, merged), MaskedState(state.mask, inner_state)
+
+    argument = Argument("predicate", predicate)
+    stage = replace(part.stage, name="masked", arguments=(argument,))
+    return Transformation(
+        stage,
+        init,
+        update,
+        stages=part.stages,
+        parts=(part,),
+        code=call("masked", (part,), repr(predicate)),
+    )
+
+
+def as_one(inner: Any) -> Transformation:
+    """A transformation, or the core of a fragment of several, as one part."""
+    parts = flat((inner,))
+    if len(parts) == 1:
+        return parts[0]
+    raise TypeError(
+        f"masked takes one transformation, got a chain of {len(parts)}: mask each of them, or wrap "
+        "the compressors in error_feedback(...)"
+    )
+
+
+def _only(leaves: Sequence[Any], mask: Mask) -> list[Any]:
+    return [leaf if keep else None for leaf, keep in zip(leaves, mask.selected, strict=True)]
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """The state of `apply_if_finite`.
+
+    Attributes:
+        last_finite: 0-d bool: the last step was taken.
+        total_notfinite: 0-d int32: steps skipped so far.
+        inner_states: the states of the parts.
+    """
+
+    last_finite: Array
+    total_notfinite: Array
+    inner_states: tuple[Any, ...]
+
+    @property
+    def finite(self) -> Array:
+        """As `last_finite`: what an enclosing gate asks an exchange for."""
+        return self.last_finite
+
+
+def apply_if_finite(*inner: Transformation) -> Transformation:
+    """Gates transformations: on a bad step the updates are zeros and no state but counters moves.
+
+    A step is bad if a gradient, as it arrives, has an infinity or a NaN on any rank (on this rank,
+    where there is no exchange among the parts), or the result has. The parts always run, so that
+    no rank waits for another; old or new state is selected afterwards.
+
+    This is what `unscale` puts around everything to its right. Unlike optax's function of the same
+    name it may stand around an exchange: the ranks decide together, at no extra round trip.
+
+    Args:
+        *inner: the parts, applied from left to right, an exchange among them.
+
+    Returns:
+        The transformation.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> tx = gx.apply_if_finite(gx.error_feedback(gx.topk(0.5)), gx.allreduce())
+        >>> state = tx.init({"w": torch.zeros(2)})
+        >>> updates, state = tx.update({"w": torch.tensor([float("inf"), 1.0])}, state)
+        >>> updates, int(state.total_notfinite)
+        ({'w': tensor([0., 0.])}, 1)
+    """
+    parts = flat(inner)
+    exchanges = [i for i, part in enumerate(parts) if part.stage.kind is Kind.EXCHANGE]
+
+    def init(params: PyTree, info: Info | None) -> ApplyIfFiniteState:
+        ops = backends.find(flatten(params)[0])
+        inner_states = tuple(part.setup(params, info) for part in parts)
+        return ApplyIfFiniteState(ops.flag(True), ops.counter(), inner_states)
+
+    def update(
+        updates: PyTree, state: ApplyIfFiniteState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, ApplyIfFiniteState]:
+        arrived = [leaf for leaf in optree.tree_leaves(updates) if backends.is_array(leaf)]
+        ops = backends.find(arrived)
+        finite = ops.all_finite(arrived) & finite_flag(extra, ops)
+        out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
+        if exchanges:
+            agreed = functools.reduce(operator.and_, (new[i].finite for i in exchanges))
+        else:
+            agreed = finite & judge(out, extra.get("context"))
+        old = state.inner_states
+        kept = [new[i] if i in exchanges else old[i] for i in range(len(parts))]
+        out, states = _commit(agreed, (out, new), (out, tuple(kept)))
+        skipped = state.total_notfinite + ops.cast(~agreed, "int32")
+        return out, ApplyIfFiniteState(agreed, skipped, states)
+
+    stage = Stage(
+        "apply_if_finite",
+        Kind.EXCHANGE if exchanges else Kind.TRANSFORM,
+        stateful=True,
+    )
+    return Transformation(
+        stage,
+        init,
+        update,
+        stages=tuple(s for part in parts for s in part.stages),
+        parts=parts,
+        code=call("apply_if_finite", parts),
+    )
+
+
+def judge(updates: PyTree, context: Context | None) -> Array:
+    """A 0-d bool: all values are finite, after the cast to the parameter's dtype too."""
+    leaves = flatten(updates)[0]
+    ops = backends.find(leaf for tree in leaves for leaf in optree.tree_leaves(tree))
+    if context is not None:
+        leaves = [
+            ops.cast(leaf, spec.dtype) if backends.is_array(leaf) and spec.dtype else leaf
+            for leaf, spec in zip(leaves, context.layout.leaves, strict=True)
+        ]
+    values = [leaf for leaf in optree.tree_leaves(leaves) if _is_float(leaf)]
+    return ops.all_finite(values)
+
+
+def _is_float(leaf: Any) -> bool:
+    return backends.is_array(leaf) and "float" in backends.of(leaf).dtype_name(leaf)
+
+
+def _commit(agreed: Array, new: tuple[PyTree, Any], old: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
+    """New updates and states if the step is good, else zeros and the old states."""
+    ops = backends.of(agreed)
+    known = ops.known(agreed)
+    if known:
+        return new
+    zeros = optree.tree_map(lambda leaf: backends.of(leaf).zeros_like(leaf), old[0])
+    if known is None:
+        chosen = optree.tree_map(lambda a, b: ops.select(agreed, a, b), new, (zeros, old[1]))
+        return chosen[0], chosen[1]
+    return zeros, old[1]

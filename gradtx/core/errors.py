@@ -1,0 +1,44 @@
+"""Errors that several parts of the library raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One rule that a chain breaks.
+
+    Attributes:
+        code: the rule, such as ``"GX102"``.
+        stages: positions in the flat chain.
+        reason: what goes wrong.
+        fix: what to write instead.
+    """
+
+    code: str
+    stages: tuple[int, ...]
+    reason: str
+    fix: str
+
+
+class ChainOrderError(ValueError):
+    """A chain was refused.
+
+    Attributes:
+        violations: all rules that it breaks, the most telling first.
+        suggestion: the same transformations in an order that passes, or None.
+    """
+
+    def __init__(
+        self, message: str, violations: Sequence[Violation], suggestion: Any | None = None
+    ) -> None:
+        super().__init__(message)
+        self.violations = tuple(violations)
+        self.suggestion = suggestion
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks disagree (other chain, other parameters, other step), or another rank failed."""

@@ -1,0 +1,140 @@
+"""Payloads: compressed leaves, as they stand in the stream between compressor and exchange."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gradtx import backends
+from gradtx.backends.registry import register_node
+
+
+class Payload:
+    """A compressed leaf.
+
+    A subclass names its array fields in `children`, which its constructor takes first, by
+    position, followed by `shape` (of the leaf, dense) and `dtype` (of the decoded values:
+    ``"float32"``, or ``"float64"`` for FP64 leaves), and registers itself with `register_payload`.
+    All shapes follow from `shape` and the compressor's hyperparameters, never from the values.
+
+    Attributes:
+        shape: the shape of the dense leaf.
+        dtype: the dtype that `decode` gives.
+    """
+
+    children: ClassVar[tuple[str, ...]] = ()
+    codecs: ClassVar[dict[str, str]] = {}
+    form: ClassVar[str] = "payload"
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __init__(self, *fields: Any) -> None:
+        names = (*self.children, "shape", "dtype")
+        for name, value in zip(names, fields, strict=True):
+            setattr(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype!r})"
+
+    @property
+    def size(self) -> int:
+        """How many values the dense leaf has."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+    def decode(self) -> Any:
+        """The dense leaf as one flat axis of `size` values."""
+        raise NotImplementedError
+
+    def with_values(self, values: Any) -> Payload:
+        """This payload with its float child replaced, by an array or a further payload."""
+        raise TypeError(f"{type(self).__name__} has no values left to compress")
+
+
+def register_payload(cls: type[Payload]) -> type[Payload]:
+    """Registers a payload class as a pytree node (use it as a class decorator)."""
+    return register_node(cls, cls.children, ("shape", "dtype"))
+
+
+def values_of(payload: Payload) -> Any:
+    """The float child of a payload that a later compressor may compress, or None."""
+    return getattr(payload, "values", None)
+
+
+def dense(value: Any) -> Any:
+    """The flat values of an array or of a payload."""
+    return value.decode() if isinstance(value, Payload) else value
+
+
+@register_payload
+class Joined(Payload):
+    """Several leaves compressed as one: the flat leaves one after the other, in path order.
+
+    It stands at the place of the first of them; a `Member` stands for each of the others.
+    ``shape`` is the length of the concatenation, as a 1-tuple.
+    """
+
+    children = ("payload", "parts")
+    payload: Payload
+    parts: Parts
+    form = "sparse"
+
+    @property
+    def values(self) -> Any:
+        """The float child of what is joined."""
+        return values_of(self.payload)
+
+    def with_values(self, values: Any) -> Payload:
+        """The joined payload with other values."""
+        return Joined(self.payload.with_values(values), self.parts, self.shape, self.dtype)
+
+    def decode(self) -> Any:
+        """All leaves, flat, one after the other."""
+        return self.payload.decode()
+
+
+class Parts:
+    """Which leaves a `Joined` holds: position in the tree and shape of each; a static node."""
+
+    def __init__(self, leaves: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
+        self.leaves = leaves
+
+    def split(self, flat: Any) -> dict[int, Any]:
+        """The dense leaves by position."""
+        out, start, ops = {}, 0, backends.of(flat)
+        for position, shape in self.leaves:
+            size = 1
+            for length in shape:
+                size *= length
+            out[position] = ops.reshape(flat[start : start + size], shape)
+            start += size
+        return out
+
+
+register_node(Parts, static=("leaves",))
+
+
+@register_payload
+class Member(Payload):
+    """A leaf whose values are in the `Joined` payload at another place of the tree."""
+
+    form = "sparse"
+
+    def decode(self) -> Any:
+        """Refuses: the values are in the `Joined` payload."""
+        raise TypeError("a Member is decoded with its Joined, by decode_leaves")
+
+
+def decode_leaves(leaves: list[Any]) -> list[Any]:
+    """The dense leaves of a list of arrays, payloads and Nones."""
+    out: list[Any] = list(leaves)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Joined):
+            for position, part in leaf.parts.split(leaf.decode()).items():
+                out[position] = part
+        elif isinstance(leaf, Payload) and not isinstance(leaf, Member):
+            flat = leaf.decode()
+            out[i] = backends.of(flat).reshape(flat, leaf.shape)
+    return out

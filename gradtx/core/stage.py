@@ -1,0 +1,98 @@
+"""A stage: what a transformation says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+REQUIRED: Any = object()
+
+
+class Kind(Enum):
+    """What a stage does to the stream; the order rules go by it."""
+
+    UNSCALE = "unscale"
+    FILTER = "filter"
+    COMPRESSOR = "compressor"
+    FEEDBACK = "feedback"
+    EXCHANGE = "exchange"
+    TRANSFORM = "transform"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One hyperparameter: its value, and the default it is not printed for.
+
+    An argument with ``local=True`` (a process group) differs between ranks of one chain and is
+    left out of the fingerprint.
+    """
+
+    name: str
+    value: Any
+    default: Any = REQUIRED
+    local: bool = False
+
+    def __str__(self) -> str:
+        return repr(self.value) if self.default is REQUIRED else f"{self.name}={self.value!r}"
+
+    @property
+    def printed(self) -> bool:
+        """Whether the value has to be written to get the same stage."""
+        return self.default is REQUIRED or self.value != self.default
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The declaration of a transformation.
+
+    Attributes:
+        name: the factory's short name; ``gx.<name>(...)`` makes the stage.
+        kind: what it does to the stream.
+        arguments: its hyperparameters.
+        linear: it commutes with scaling and with the sum over ranks.
+        stateful: what it does depends on earlier steps.
+        needs_reduced: it wants the gradient of all ranks, not of one.
+        takes: the forms it accepts (``"dense"``, or the form of a payload); only dense by default.
+        gives: the form that leaves a compressor.
+        biased: a compressor that is wrong on average and needs error feedback.
+        feedback: false where the user wrote ``feedback=False``: goes without, on purpose.
+        over: of a feedback, how many stages directly to its left it holds; None for the whole run.
+        module: the prefix its name is printed with.
+    """
+
+    name: str
+    kind: Kind = Kind.TRANSFORM
+    arguments: tuple[Argument, ...] = ()
+    linear: bool = False
+    stateful: bool = False
+    needs_reduced: bool = False
+    takes: frozenset[str] = field(default=frozenset({"dense"}))
+    gives: str = "dense"
+    biased: bool = False
+    feedback: bool = True
+    over: int | None = field(default=None, compare=False)
+    module: str = "gx."
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """All hyperparameters by name."""
+        return {argument.name: argument.value for argument in self.arguments}
+
+    @property
+    def lossy(self) -> bool:
+        """Whether information is lost in it."""
+        return self.kind is Kind.COMPRESSOR
+
+    def code(self, *, local: bool = True) -> str:
+        """The call that makes the stage.
+
+        Args:
+            local: whether to print what differs between ranks (a process group).
+        """
+        arguments = [a for a in self.arguments if a.printed and (local or not a.local)]
+        return f"{self.module}{self.name}({', '.join(map(str, arguments))})"
+
+    def __repr__(self) -> str:
+        return self.code()

@@ -1,0 +1,247 @@
+"""A transformation: two pure functions and a stage."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from gradtx.core.stage import Kind, Stage
+from gradtx.core.tree import Array, Info, Layout, PyTree, cast_like, parameters_of
+
+InitFn = Callable[[PyTree, "Info | None"], Any]
+UpdateFn = Callable[..., tuple[PyTree, Any]]
+
+
+class EmptyState(NamedTuple):
+    """The state of a transformation that has none."""
+
+
+class Progress:
+    """How far a step has come; an exchange writes here.
+
+    Attributes:
+        sent: this rank has begun to talk to the others.
+        absent: for each leaf, whether no rank has a gradient for it, as far as known.
+    """
+
+    def __init__(self) -> None:
+        self.sent = False
+        self.absent: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a chain tells its parts about the step, as the extra argument ``context``.
+
+    Attributes:
+        layout: paths, shapes and dtypes of the parameters.
+        code: the chain as code, without what differs between ranks.
+        absent: for each leaf, in the order of the layout, whether this rank has no gradient for it
+            (zeros stand in); empty if all are there.
+        progress: how far the step has come.
+    """
+
+    layout: Layout
+    code: str
+    absent: tuple[bool, ...] = ()
+    progress: Progress = field(default_factory=Progress, compare=False)
+
+
+class Transformation:
+    """A pair of pure functions, `init` and `update`, and the `stage` that declares them.
+
+    Transformations compare, hash and print by their stage.
+
+    Args:
+        stage: the declaration.
+        init: ``init(params, info) -> state``; `info` is a mapping from path to `LeafInfo`, or None.
+        update: ``update(updates, state, params=None, **extra) -> (updates, state)``. It may hand on
+            16-bit leaves as FP32: the cast back to the leaf's dtype is made once, at the end.
+        stages: the stages as the order checker sees them, if there are several.
+        parts: of a combinator, the transformations inside.
+        code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        init: InitFn | None,
+        update: UpdateFn,
+        *,
+        stages: tuple[Stage, ...] | None = None,
+        parts: tuple[Transformation, ...] = (),
+        code: Callable[[bool], str] | None = None,
+    ) -> None:
+        self.stage = stage
+        self.stages = (stage,) if stages is None else stages
+        self.parts = parts
+        self.setup: InitFn = init or (lambda params, info: EmptyState())
+        self.step: UpdateFn = update
+        self._code = code or (lambda local: stage.code(local=local))
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self.stage.name
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """The stage's hyperparameters by name."""
+        return self.stage.hyperparameters
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits: equal for equal transformations, on every rank and in every run."""
+        return hashlib.sha256(self.code(local=False).encode()).hexdigest()[:16]
+
+    def code(self, *, local: bool = True) -> str:
+        """The expression that makes this transformation."""
+        return self._code(local)
+
+    def init(self, params: PyTree, info: Info | None = None) -> Any:
+        """The state before the first step.
+
+        Args:
+            params: a pytree of floating-point torch tensors or JAX arrays, or an `nn.Module`.
+            info: what is known of the leaves, by path; from the module, where there is one.
+
+        Returns:
+            A pytree of arrays.
+        """
+        if self.stage.kind is Kind.EXCHANGE:
+            return self._alone.init(params, info)
+        return self.setup(*parameters_of(params, info))
+
+    def update(
+        self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        """One step.
+
+        Args:
+            updates: the gradients, in the structure of the parameters; None where there is none.
+            state: the state that `init` or the step before gave; it is not changed.
+            params: the parameters, for transformations that need them.
+            extra: further arguments by name, such as `loss_scale`.
+
+        Returns:
+            The new updates, in the structure, shapes and dtypes of `updates`, and the new state.
+        """
+        if self.stage.kind is Kind.EXCHANGE:
+            return self._alone.update(updates, state, params, **extra)
+        out, state = self.step(updates, state, params, **extra)
+        return cast_like(out, updates), state
+
+    @cached_property
+    def _alone(self) -> Transformation:
+        # Whatever talks to other ranks needs what a chain does: leaves matched by path, stand-ins
+        # for absent ones, and the word to the others when this rank fails.
+        from gradtx.core.chain import Chain
+
+        return Chain((self,))
+
+    def __repr__(self) -> str:
+        return self.code()
+
+    def _key(self) -> Any:
+        return self.stage, self.code()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transformation) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+class Exchange(Transformation):
+    """A transformation at which ranks talk.
+
+    Its state has `finite`, the gate's flag as all ranks agree on it.
+    """
+
+    def fail(self, state: Any, context: Context, error: Exception) -> None:
+        """Tells the other ranks, in the message they wait for, that this one has failed."""
+        raise NotImplementedError
+
+
+def flat(transformations: Iterable[Any]) -> tuple[Transformation, ...]:
+    """The transformations with nested chains flattened and foreign ones declared by default.
+
+    Raises:
+        TypeError: if one has no `init` and `update`.
+    """
+    out: list[Transformation] = []
+    for obj in transformations:
+        part = obj if isinstance(obj, Transformation) else declare(obj)
+        out.extend(getattr(part, "transformations", (part,)))
+    return tuple(out)
+
+
+def declare(
+    obj: Any,
+    *,
+    name: str | None = None,
+    linear: bool = False,
+    stateful: bool = True,
+    needs_reduced: bool = True,
+) -> Transformation:
+    """Says what a foreign transformation (an optax one, say) needs, so that `chain` can place it.
+
+    Args:
+        obj: anything with `init(params)` and `update(updates, state, params=None)`.
+        name: what to print; by default the name of the function that made it.
+        linear: it commutes with scaling and with the sum over ranks.
+        stateful: what it does depends on earlier steps.
+        needs_reduced: it wants the gradient of all ranks.
+
+    Returns:
+        The transformation, with a stage.
+
+    Raises:
+        TypeError: if `obj` has no `init` and `update`.
+
+    Example:
+        >>> import gradtx as gx, optax
+        >>> clip = gx.declare(optax.clip(1.0), name="clip", stateful=False, needs_reduced=False)
+        >>> gx.chain(gx.unscale(), clip, gx.allreduce())
+        gx.chain(gx.unscale(), clip(), gx.allreduce())
+    """
+    init, update = getattr(obj, "init", None), getattr(obj, "update", None)
+    if not callable(init) or not callable(update):
+        raise TypeError(
+            f"{obj!r} is no transformation: it needs init(params) and "
+            "update(updates, state, params=None); did you forget to call a factory?"
+        )
+    stage = Stage(
+        name or _name_of(update),
+        Kind.TRANSFORM,
+        linear=linear,
+        stateful=stateful,
+        needs_reduced=needs_reduced,
+        module="",
+    )
+    parameters = inspect.signature(update).parameters.values()
+    takes_extra = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def step(
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        out: tuple[PyTree, Any] = update(updates, state, params, **(extra if takes_extra else {}))
+        return out
+
+    return Transformation(stage, lambda params, info: init(params), step)
+
+
+def _name_of(update: Any) -> str:
+    qualname = getattr(update, "__qualname__", type(update).__name__)
+    first: str = qualname.split(".")[0]
+    return first
+
+
+def finite_flag(extra: Mapping[str, Any], ops: Any) -> Array:
+    """The flag ``finite`` among the extra arguments; true where no gate has set one."""
+    finite = extra.get("finite")
+    return ops.flag(True) if finite is None else finite

@@ -1,0 +1,259 @@
+"""Trees of leaves: how they are flattened, and what is fixed about them from `init` on.
+
+Leaves are known by their key path, such as ``"layer1.0.bn1.weight"``: the keys from the root to
+the leaf joined by dots. ``None`` is a leaf that is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import optree
+import torch
+
+from gradtx import backends
+from gradtx.backends.registry import register_node
+from gradtx.core.payload import Payload
+
+Array: TypeAlias = Any
+PyTree: TypeAlias = Any
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def accumulation_dtype(dtype: str) -> str:
+    """The dtype sums and residuals are kept in: FP64 for FP64 leaves, FP32 for all others."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def widen(leaf: Array) -> Array:
+    """The leaf in its accumulation dtype."""
+    ops = backends.of(leaf)
+    return ops.cast(leaf, accumulation_dtype(ops.dtype_name(leaf)))
+
+
+def _is_payload(node: Any) -> bool:
+    return isinstance(node, Payload)
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """The leaves (arrays, payloads, None) and the structure, as `optree.tree_flatten` gives them."""
+    leaves, treespec = optree.tree_flatten(tree, _is_payload, none_is_leaf=True)
+    return leaves, treespec
+
+
+def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
+    """As `flatten`, with the key path of each leaf first."""
+    keys, leaves, treespec = optree.tree_flatten_with_path(tree, _is_payload, none_is_leaf=True)
+    return [".".join(map(str, key)) for key in keys], leaves, treespec
+
+
+def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """`fn` over the leaves (arrays and payloads); a leaf that is None stays None."""
+    leaves, treespec = flatten(tree)
+    others = [flatten(other)[0] for other in rest]
+    mapped = [
+        None if leaf is None else fn(leaf, *args)
+        for leaf, *args in zip(leaves, *others, strict=True)
+    ]
+    return optree.tree_unflatten(treespec, mapped)
+
+
+def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
+    """The arrays of `tree` in the dtypes of the leaves of `reference`; payloads stay as they are."""
+
+    def cast(leaf: Any, like: Any) -> Any:
+        if not (backends.is_array(leaf) and backends.is_array(like)):
+            return leaf
+        ops = backends.of(leaf)
+        return ops.cast(leaf, ops.dtype_name(like))
+
+    return map_leaves(cast, tree, reference)
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """What a model says about one of its parameters.
+
+    Attributes:
+        layer: the class of the module that owns the parameter.
+        name: the parameter's own name in that module, such as ``"weight"``.
+        running_statistics: whether the module keeps a running mean and variance.
+    """
+
+    layer: type
+    name: str
+    running_statistics: bool
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """A leaf's path, shape and dtype; shape and dtype are None for a leaf that is None."""
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+
+    @property
+    def size(self) -> int:
+        """How many values the leaf has."""
+        size = 1
+        for length in self.shape or ():
+            size *= length
+        return size if self.shape is not None else 0
+
+    def __str__(self) -> str:
+        return f"{self.path} {list(self.shape)} {self.dtype}" if self.shape is not None else "None"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The paths, shapes, dtypes and the structure of a parameter tree; a static pytree node."""
+
+    leaves: tuple[LeafSpec, ...]
+    treespec: Any
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits of a hash over paths, shapes and accumulation dtypes, whatever the containers."""
+        lines = sorted(str(leaf) for leaf in self.leaves)
+        return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little")
+
+    @cached_property
+    def by_path(self) -> tuple[int, ...]:
+        """The positions of the leaves in the order of their paths, the same on all ranks."""
+        return tuple(sorted(range(len(self.leaves)), key=lambda i: self.leaves[i].path))
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """The position of each path."""
+        return {leaf.path: i for i, leaf in enumerate(self.leaves)}
+
+    def match(self, updates: PyTree) -> list[Any]:
+        """The leaves of `updates` in the order of this layout, found by path.
+
+        Raises:
+            ValueError: if a path is missing or unknown, or a shape differs.
+            TypeError: if a leaf is no floating-point array of the expected accumulation dtype.
+        """
+        leaves, treespec = flatten(updates)
+        if treespec != self.treespec:
+            leaves = self._match_by_path(updates)
+        for leaf, spec in zip(leaves, self.leaves, strict=True):
+            if leaf is not None:
+                check_leaf(spec.path, leaf)
+                _check_against(leaf, spec)
+        return [None if leaf is None else backends.of(leaf).detach(leaf) for leaf in leaves]
+
+    def _match_by_path(self, updates: PyTree) -> list[Any]:
+        paths, leaves, _ = flatten_with_paths(updates)
+        found = dict(zip(paths, leaves, strict=True))
+        unknown = [path for path in paths if path not in self.positions]
+        missing = [leaf.path for leaf in self.leaves if leaf.path not in found]
+        if unknown or missing:
+            raise ValueError(
+                "the gradients have another structure than the parameters given to init: "
+                + "; ".join(
+                    f"{what} {', '.join(map(repr, which))}"
+                    for what, which in (("missing", missing), ("unknown", unknown))
+                    if which
+                )
+                + " (a leaf without a gradient is None, its key stays)"
+            )
+        return [found[leaf.path] for leaf in self.leaves]
+
+
+register_node(Layout, static=("leaves", "treespec"))
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """Refuses a leaf that is no floating-point array, naming its path."""
+    if not backends.is_array(leaf):
+        raise TypeError(
+            f"leaf {path!r} is a {type(leaf).__name__}: expected a torch tensor, a JAX array or None"
+        )
+    dtype = backends.of(leaf).dtype_name(leaf)
+    if dtype not in FLOATS:
+        raise TypeError(f"leaf {path!r} has dtype {dtype}: expected one of {', '.join(FLOATS)}")
+    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+        raise TypeError(f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient")
+
+
+def _check_against(leaf: Any, spec: LeafSpec) -> None:
+    if spec.shape is None or spec.dtype is None:
+        raise ValueError(f"leaf {spec.path!r} was None at init and has a gradient now")
+    if tuple(leaf.shape) != spec.shape:
+        raise ValueError(
+            f"leaf {spec.path!r} has shape {tuple(leaf.shape)}: expected {spec.shape}, as at init"
+        )
+    dtype = backends.of(leaf).dtype_name(leaf)
+    if accumulation_dtype(dtype) != accumulation_dtype(spec.dtype):
+        raise TypeError(
+            f"leaf {spec.path!r} has dtype {dtype}: expected {spec.dtype}, as at init "
+            "(16-bit and 32-bit gradients may stand in for one another, 64-bit may not)"
+        )
+
+
+def layout_of(params: PyTree) -> Layout:
+    """The layout of a parameter tree.
+
+    Raises:
+        TypeError: if a leaf is no floating-point array.
+        ValueError: if two leaves have the same path.
+    """
+    paths, leaves, treespec = flatten_with_paths(params)
+    specs = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf is None:
+            specs.append(LeafSpec(path, None, None))
+            continue
+        if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"parameter {path!r} is lazy and has no shape yet: run a forward first")
+        check_leaf(path, leaf)
+        specs.append(LeafSpec(path, tuple(leaf.shape), backends.of(leaf).dtype_name(leaf)))
+    twice = {path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else ()
+    if twice:
+        raise ValueError(f"several leaves have the path {', '.join(map(repr, sorted(twice)))}")
+    return Layout(tuple(specs), treespec)
+
+
+Info: TypeAlias = Mapping[str, LeafInfo]
+
+
+def parameters_of(params: PyTree, info: Info | None = None) -> tuple[PyTree, Info | None]:
+    """The tree of parameters and what is known of them.
+
+    Args:
+        params: a pytree of arrays, or an `nn.Module`.
+        info: what is known already, handed through for a pytree.
+
+    Returns:
+        For a module, its `named_parameters()` as a dict, and a `LeafInfo` for each; else the
+        arguments.
+    """
+    if not isinstance(params, torch.nn.Module):
+        return params, info
+    found: dict[str, LeafInfo] = {}
+    by_identity: dict[int, str] = {}
+    for prefix, module in params.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            path = f"{prefix}.{name}" if prefix else name
+            first = by_identity.setdefault(id(parameter), path)
+            known = found.get(first)
+            # A parameter that several modules share is a normalisation layer's if one of them is.
+            if known is None or not known.running_statistics:
+                found[first] = LeafInfo(type(module), name, keeps_running_statistics(module))
+    return dict(params.named_parameters()), found
+
+
+def keeps_running_statistics(module: torch.nn.Module) -> bool:
+    """Says whether a module normalises with a running mean and variance."""
+    norm = torch.nn.modules.batchnorm._NormBase
+    if isinstance(module, norm):
+        return bool(module.track_running_stats)
+    buffers = dict(module.named_buffers(recurse=False))
+    return "running_mean" in buffers and "running_var" in buffers

@@ -1,0 +1,74 @@
+"""`unscale`: the loss scale divided out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gradtx import backends
+from gradtx.core.payload import Payload
+from gradtx.core.stage import Kind, Stage
+from gradtx.core.transformation import EmptyState, Transformation
+from gradtx.core.tree import Array, PyTree, map_leaves, widen
+
+
+def unscale() -> Transformation:
+    r"""Divides by the loss scale: :math:`g \leftarrow g / s`, in FP32.
+
+    The scale is the extra argument `loss_scale` of `update`: a Python number or a 0-d array. In a
+    chain, everything to the right is gated: on a step with an infinity or a NaN in the divided
+    gradients, on any rank, the updates are zeros and no state moves (see `apply_if_finite`).
+
+    Returns:
+        The transformation. It has no state and takes dense gradients only.
+
+    Raises:
+        ValueError: in `update`, if `loss_scale` is missing, or a Python number that is not positive.
+        TypeError: in `update`, if a leaf is compressed already.
+
+    References:
+        Micikevicius et al., Mixed Precision Training, 2018.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> tx = gx.unscale()
+        >>> grads = {"w": torch.tensor([1024.0, 512.0])}
+        >>> tx.update(grads, tx.init(grads), loss_scale=1024)[0]
+        {'w': tensor([1.0000, 0.5000])}
+    """
+
+    def update(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        loss_scale: float | Array | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, EmptyState]:
+        scale = _checked(loss_scale)
+        return map_leaves(lambda leaf: _divide(leaf, scale), updates), state
+
+    return Transformation(Stage("unscale", Kind.UNSCALE, linear=True), None, update)
+
+
+def _checked(scale: Any) -> Any:
+    if scale is None:
+        raise ValueError(
+            "unscale() needs the loss scale: tx.update(grads, state, loss_scale=...), "
+            "or Pipeline(tx, model, scaler=scaler)"
+        )
+    if backends.is_array(scale):
+        if scale.ndim != 0:
+            raise ValueError(f"loss_scale has shape {tuple(scale.shape)}: expected a 0-d array")
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"loss_scale is {scale!r}: expected a number or a 0-d array")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"loss_scale is {scale!r}: expected a positive, finite number")
+    return scale
+
+
+def _divide(leaf: Any, scale: Any) -> Array:
+    if isinstance(leaf, Payload):
+        raise TypeError(f"unscale() takes dense gradients only, got {leaf!r}: put it first")
+    return widen(leaf) / scale
