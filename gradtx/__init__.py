@@ -22,5 +22,6 @@ from gradtx.core.predicates import (
 )
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
+from gradtx.exchange.allreduce import allreduce
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale

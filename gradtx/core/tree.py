@@ -129,6 +129,14 @@ class Layout:
         return tuple(sorted(range(len(self.leaves)), key=lambda i: self.leaves[i].path))
 
     @cached_property
+    def path_ranks(self) -> tuple[int, ...]:
+        """For each leaf, its place in the order of paths: the inverse of `by_path`."""
+        ranks = [0] * len(self.leaves)
+        for rank, position in enumerate(self.by_path):
+            ranks[position] = rank
+        return tuple(ranks)
+
+    @cached_property
     def positions(self) -> Mapping[str, int]:
         """The position of each path."""
         return {leaf.path: i for i, leaf in enumerate(self.leaves)}

@@ -1,0 +1,185 @@
+"""`allreduce`: the stage at which ranks talk."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from gradtx import backends
+from gradtx.core.combinators import judge
+from gradtx.core.errors import RankMismatchError
+from gradtx.core.stage import Argument, Kind, Stage
+from gradtx.core.transformation import Context, Exchange
+from gradtx.core.tree import Array, Info, PyTree, flatten
+from gradtx.exchange.group import Group, find_group
+from gradtx.exchange.handshake import agree, share_error
+from gradtx.exchange.incoming import exchange
+from gradtx.exchange.outgoing import Outgoing, Sizes
+from gradtx.wire import Header
+
+
+class AllreduceState(NamedTuple):
+    """The state of `allreduce`: counters only.
+
+    Attributes:
+        count: 0-d int32: steps so far, bad ones too.
+        finite: 0-d bool: on the last step, all ranks' gradients and the result were finite.
+    """
+
+    count: Array
+    finite: Array
+
+
+def allreduce(
+    group: Any = None, *, axis_name: str | None = None, op: str = "mean", algorithm: str = "auto"
+) -> Allreduce:
+    r"""Exchanges whatever form arrives, and hands on the dense mean over ranks.
+
+    Compressed leaves travel compressed, gathered in one message a rank and step; dense leaves, and
+    those whose compressed form would not be smaller on this many ranks, travel through at most one
+    all-reduce for each accumulation dtype. All sums are made in FP32 (FP64 for FP64 leaves), those
+    of gathered payloads in rank order: all ranks get the same bits.
+
+    The first step begins with a handshake: ranks that run another chain, or have other parameters,
+    raise. A leaf that is None counts as zero, and stays None if it is None on all ranks.
+
+    Args:
+        group: a `torch.distributed` process group. By default the default group; this process
+            alone, if none is initialised.
+        axis_name: reserved for the mesh axis under JAX; not supported yet.
+        op: ``"mean"`` or ``"sum"``.
+        algorithm: ``"gather"`` sends every payload compressed, ``"auto"`` only those that cost less
+            than a dense all-reduce.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        ValueError: for an unknown `op` or `algorithm`.
+        NotImplementedError: for an `axis_name`.
+        RankMismatchError: in `update`, on every rank, if ranks disagree or one of them has failed.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> from gradtx.testing import run_ranks
+        >>> tx = gx.allreduce()
+        >>> def rank(i):
+        ...     grads = {"w": torch.tensor([1.0 + i])}
+        ...     return tx.update(grads, tx.init(grads))[0]["w"]
+        >>> run_ranks(2, rank)
+        [tensor([1.5000]), tensor([1.5000])]
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f"allreduce(op={op!r}): expected 'mean' or 'sum'")
+    if algorithm not in ("auto", "gather"):
+        raise ValueError(f"allreduce(algorithm={algorithm!r}): expected 'auto' or 'gather'")
+    if axis_name is not None:
+        raise NotImplementedError(
+            f"allreduce(axis_name={axis_name!r}): the exchange over a JAX mesh axis is not there "
+            "yet; fragments without an exchange do run on JAX arrays"
+        )
+    if group is not None:
+        find_group(group)
+    return Allreduce(group, op, algorithm)
+
+
+class Allreduce(Exchange):
+    """The transformation that `allreduce` makes."""
+
+    def __init__(self, group: Any, op: str, algorithm: str) -> None:
+        stage = Stage(
+            "allreduce",
+            Kind.EXCHANGE,
+            (
+                Argument("group", group, None, local=True),
+                Argument("op", op, "mean"),
+                Argument("algorithm", algorithm, "auto"),
+            ),
+            linear=True,
+        )
+        super().__init__(stage, _init, self._update)
+        self._given, self._op, self._algorithm = group, op, algorithm
+
+    @property
+    def group(self) -> Group:
+        """The ranks it talks to."""
+        return find_group(self._given)
+
+    def _update(
+        self,
+        updates: PyTree,
+        state: AllreduceState,
+        params: PyTree = None,
+        *,
+        context: Context,
+        finite: Array | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, AllreduceState]:
+        leaves, treespec = flatten(updates)
+        if any(backends.is_array(x) and not isinstance(x, torch.Tensor) for x in leaves):
+            raise TypeError("allreduce() exchanges torch tensors; JAX arrays are not supported yet")
+        group = self.group
+        outgoing = Outgoing(leaves, context, group.size, self._algorithm)
+        header = _header(context, int(state.count))
+        header = replace(header, finite=finite is None or bool(finite), absent=outgoing.absent)
+        message, buffers = outgoing.message(header), outgoing.buffers(header, group.size)
+
+        context.progress.sent = True
+        self._agree(group, context, header.step, outgoing.sizes)
+        totals, flags = exchange(group, outgoing, header, message, buffers)
+        nowhere = flags.absent_everywhere(group.size)
+        context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
+        divisor = group.size if self._op == "mean" else 1
+        out = [
+            None if leaf is None else (totals[i] / divisor).reshape(context.layout.leaves[i].shape)
+            for i, leaf in enumerate(leaves)
+        ]
+        tree = optree.tree_unflatten(treespec, out)
+        good = torch.tensor(flags.not_finite == 0)
+        if finite is not None and good:
+            good = judge(tree, context)
+        return tree, AllreduceState(state.count + 1, good)
+
+    def _agree(self, group: Group, context: Context, step: int, sizes: Sizes) -> None:
+        key = _key(context)
+        if key not in group.agreements:
+            agree(group, context, step)
+            group.agreements[key] = sizes
+
+    def fail(self, state: AllreduceState, context: Context, error: Exception) -> None:
+        """Tells the other ranks that this one has failed; they raise `RankMismatchError`."""
+        group, text = self.group, f"{type(error).__name__}: {error}"
+        if group.size == 1:
+            return
+        sizes: Sizes | None = group.agreements.get(_key(context))
+        header = replace(_header(context, int(state.count)), error=True)
+        with suppress(RankMismatchError):
+            if sizes is None:
+                agree(group, context, header.step, text)
+                return
+            if sizes.segments is None:
+                group.all_reduce(sizes.error_buffer(header, group.size))
+            else:
+                group.all_gather(sizes.error_message(header))
+            share_error(group, text)
+
+
+def _init(params: PyTree, info: Info | None) -> AllreduceState:
+    ops = backends.find(flatten(params)[0])
+    return AllreduceState(ops.counter(), ops.flag(True))
+
+
+def _key(context: Context) -> tuple[str, int]:
+    return context.code, context.layout.fingerprint
+
+
+def _header(context: Context, step: int) -> Header:
+    """A header that says only who speaks: chain and tree, and the step."""
+    digest = hashlib.sha256(repr(_key(context)).encode()).digest()
+    absent = (False,) * len(context.layout.leaves)
+    return Header(int.from_bytes(digest[:8], "little"), step, True, False, absent)

@@ -1,0 +1,84 @@
+"""The flags that ranks share in a step: bad steps, errors, absent leaves.
+
+They ride in the header of the gathered message, or, where nothing is gathered, in spare slots at the
+end of the first dense buffer, which the all-reduce sums: so they cost no round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradtx.wire import Header
+
+_EXACT = {"float32": 2**24, "float64": 2**53}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """How many ranks say what.
+
+    Attributes:
+        not_finite: ranks whose gradients were not finite as they arrived.
+        errors: ranks that failed.
+        absent: for each leaf, in path order, ranks that have no gradient for it.
+    """
+
+    not_finite: int
+    errors: int
+    absent: tuple[int, ...]
+
+    @classmethod
+    def of(cls, headers: Sequence[Header]) -> Flags:
+        """The sum over the headers of all ranks."""
+        return cls(
+            sum(not header.finite for header in headers),
+            sum(header.error for header in headers),
+            tuple(map(sum, zip(*(header.absent for header in headers), strict=True))),
+        )
+
+    def absent_everywhere(self, size: int) -> tuple[bool, ...]:
+        """Which leaves no rank has a gradient for."""
+        return tuple(count == size for count in self.absent)
+
+
+class Slots:
+    """The flags as numbers that can be summed without rounding.
+
+    Two slots count bad steps and errors; each further one holds the counts of several leaves, as
+    digits to the base of the number of ranks plus one.
+
+    Args:
+        leaves: how many leaves there are.
+        size: how many ranks.
+        dtype: of the buffer: ``"float32"`` or ``"float64"``.
+    """
+
+    def __init__(self, leaves: int, size: int, dtype: str) -> None:
+        self._leaves, self._base = leaves, size + 1
+        self._digits = 1
+        while self._base ** (self._digits + 1) <= _EXACT[dtype]:
+            self._digits += 1
+
+    @property
+    def length(self) -> int:
+        """How many slots."""
+        return 2 + -(-self._leaves // self._digits)
+
+    def encode(self, header: Header) -> list[float]:
+        """This rank's flags."""
+        slots = [0] * self.length
+        slots[0], slots[1] = int(not header.finite), int(header.error)
+        for i, absent in enumerate(header.absent):
+            if absent:
+                slots[2 + i // self._digits] += self._base ** (i % self._digits)
+        return [float(slot) for slot in slots]
+
+    def decode(self, slots: Sequence[float]) -> Flags:
+        """The flags of all ranks, from the sum of their slots."""
+        numbers = [int(slot) for slot in slots]
+        absent = tuple(
+            numbers[2 + i // self._digits] // self._base ** (i % self._digits) % self._base
+            for i in range(self._leaves)
+        )
+        return Flags(numbers[0], numbers[1], absent)

@@ -1,0 +1,204 @@
+"""Who talks: a group of ranks, each with three collectives over flat tensors."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """A group of ranks, as one of them sees it; alone, in this base class.
+
+    Attributes:
+        rank: this rank's number, from 0.
+        size: how many ranks there are.
+        sent: bytes this rank has put on the link so far, all copies counted.
+        agreements: what all ranks have agreed on, by chain and tree; see `gradtx.exchange`.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.agreements: dict[Any, Any] = {}
+
+    def all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """The messages of all ranks, in rank order.
+
+        Args:
+            message: uint8 ``[n]``, the same `n` on all ranks.
+        """
+        self.sent += (self.size - 1) * message.numel()
+        return self._all_gather(message)
+
+    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, the same bits on each.
+
+        Args:
+            buffer: float ``[n]``, the same `n` and dtype on all ranks; it may be written to.
+        """
+        self.sent += 2 * (self.size - 1) * buffer.numel() * buffer.element_size() // self.size
+        return self._all_reduce(buffer) if self.size > 1 else buffer
+
+    def broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Rank 0's buffer.
+
+        Args:
+            buffer: any dtype ``[n]``, the same on all ranks; it may be written to.
+        """
+        self.sent += buffer.numel() * buffer.element_size() if self.rank == 0 < self.size - 1 else 0
+        return self._broadcast(buffer) if self.size > 1 else buffer
+
+    def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        return [message]
+
+    def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+    def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+
+class ProcessGroup(Group):
+    """A `torch.distributed` process group.
+
+    Args:
+        group: the process group; None for the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        on_cuda = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else None
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device or "cpu").contiguous()
+
+    def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        own = self._here(message)
+        received = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(received, own, group=self._group)
+        return [part.to(message.device) for part in received]
+
+    def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        own = self._here(buffer)
+        dist.all_reduce(own, group=self._group)
+        return own.to(buffer.device)
+
+    def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
+        own = self._here(buffer)
+        root = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        dist.broadcast(own, root, group=self._group)
+        return own.to(buffer.device)
+
+
+class Hub:
+    """What the threads of a `ThreadGroup` share.
+
+    Args:
+        size: how many threads.
+        timeout: seconds that a thread waits for the others.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.barrier = threading.Barrier(size, timeout=timeout)
+        self.slots: list[torch.Tensor | None] = [None] * size
+
+    def swap(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Hands in a tensor; gives those of all ranks, in rank order.
+
+        Raises:
+            TimeoutError: if a rank does not come within the time-out, or has ended.
+            ValueError: if shapes or dtypes differ: real backends abort or give garbage there.
+        """
+        self.slots[rank] = tensor
+        try:
+            self.barrier.wait()
+            parts = [part for part in self.slots if part is not None]
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise TimeoutError(f"rank {rank} waited for a rank that did not come") from None
+        if any((p.shape, p.dtype) != (tensor.shape, tensor.dtype) for p in parts):
+            raise ValueError(f"ranks sent tensors of different sizes: {[p.shape for p in parts]}")
+        return parts
+
+
+class ThreadGroup(Group):
+    """Threads of one process: for tests and simulation.
+
+    Args:
+        hub: what the threads share.
+        rank: this thread's number.
+    """
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, len(hub.slots)
+        self._hub = hub
+
+    def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        return [part.clone() for part in self._hub.swap(self.rank, message.clone())]
+
+    def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        first, *rest = self._hub.swap(self.rank, buffer.clone())
+        total = first.clone()
+        for part in rest:
+            total += part
+        return total
+
+    def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
+        return self._hub.swap(self.rank, buffer.clone())[0].clone()
+
+
+_current: ContextVar[Group | None] = ContextVar("gradtx_group", default=None)
+_known: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+_alone = Group()
+
+
+@contextmanager
+def default_group(group: Group) -> Iterator[None]:
+    """Makes a group the default in this thread, for the time of a ``with`` block."""
+    token = _current.set(group)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def find_group(group: Any = None) -> Group:
+    """The `Group` for what a user gives.
+
+    Args:
+        group: a `Group`, a `torch.distributed` process group, or None: then the thread's own in
+            `run_ranks`, the default process group if one is initialised, else this rank alone.
+
+    Raises:
+        TypeError: if it is none of these.
+        ValueError: if this rank is not a member of the process group.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None:
+        current = _current.get()
+        if current is not None:
+            return current
+        if not (dist.is_available() and dist.is_initialized()):
+            return _alone
+        group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the process group given to allreduce")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"expected a torch.distributed process group or None, got {group!r}")
+    if group not in _known:
+        _known[group] = ProcessGroup(group)
+    return _known[group]

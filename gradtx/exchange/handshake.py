@@ -1,0 +1,144 @@
+"""How ranks come to agree, and how they learn that one of them has failed.
+
+Before a chain exchanges anything, the ranks compare what they run in a message of fixed size
+(`agree`). From then on every rank knows the sizes of all messages; one that fails before it sends
+sets the error flag in a message of the agreed size, and all ranks read the reasons (`share_error`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradtx.core.errors import RankMismatchError
+from gradtx.core.transformation import Context
+from gradtx.exchange.group import Group
+from gradtx.wire import WireFormatError
+
+NBYTES = 1024
+_HEAD = struct.Struct("<4sHHQQQI")
+_MAGIC = b"GRTH"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says of itself in a handshake.
+
+    Attributes:
+        chain: 64 bits of a hash over the chain as code.
+        layout: 64 bits of a hash over paths, shapes and accumulation dtypes.
+        step: how many steps its state has seen.
+        error: why it cannot go on; empty if it can.
+    """
+
+    chain: int
+    layout: int
+    step: int
+    error: str = ""
+
+    def encode(self) -> torch.Tensor:
+        """As uint8 ``[NBYTES]``; a long error is cut."""
+        text = self.error.encode()[: NBYTES - _HEAD.size]
+        head = _HEAD.pack(
+            _MAGIC, _VERSION, int(bool(self.error)), self.chain, self.layout, self.step, len(text)
+        )
+        return torch.frombuffer(bytearray((head + text).ljust(NBYTES, b"\0")), dtype=torch.uint8)
+
+    @classmethod
+    def decode(cls, message: torch.Tensor) -> Hello:
+        """The inverse.
+
+        Raises:
+            WireFormatError: if the bytes are no handshake of this version.
+        """
+        data = bytes(message.cpu().numpy())
+        if len(data) != NBYTES:
+            raise WireFormatError(f"a handshake has {NBYTES} bytes, got {len(data)}")
+        magic, version, failed, chain, layout, step, length = _HEAD.unpack_from(data)
+        if magic != _MAGIC or version != _VERSION:
+            raise WireFormatError(
+                f"not a handshake of version {_VERSION}: magic {magic!r}, version {version}"
+            )
+        if failed not in (0, 1) or length > NBYTES - _HEAD.size:
+            raise WireFormatError(f"malformed handshake: flag {failed}, text of {length} bytes")
+        text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+        return cls(chain, layout, step, text or "unknown error" if failed else "")
+
+
+def agree(group: Group, context: Context, step: int, error: str = "") -> None:
+    """Compares chain, parameters and step with the other ranks.
+
+    Args:
+        group: the ranks.
+        context: of the step: the chain and the layout.
+        step: how many steps this rank's state has seen.
+        error: why this rank cannot go on, if it cannot.
+
+    Raises:
+        RankMismatchError: on every rank, if one has failed, or they differ.
+    """
+    chain = int.from_bytes(hashlib.sha256(context.code.encode()).digest()[:8], "little")
+    hello = Hello(chain, context.layout.fingerprint, step, error)
+    hellos = [Hello.decode(message) for message in group.all_gather(hello.encode())]
+    _raise_errors([other.error for other in hellos], "before the first exchange")
+    if len({(other.chain, other.layout) for other in hellos}) > 1:
+        raise RankMismatchError(_difference(_descriptions(group, context)))
+    if len({other.step for other in hellos}) > 1:
+        raise RankMismatchError(
+            "the ranks' states are at different steps: "
+            + ", ".join(f"rank {rank} at {other.step}" for rank, other in enumerate(hellos))
+            + "; load the checkpoint of one step on all ranks"
+        )
+
+
+def share_error(group: Group, error: str) -> None:
+    """Tells all ranks why some have failed, once all know that some have.
+
+    Args:
+        group: the ranks.
+        error: this rank's own; empty if it has none.
+
+    Raises:
+        RankMismatchError: always, unless no rank has an error to tell.
+    """
+    messages = group.all_gather(Hello(0, 0, 0, error).encode())
+    _raise_errors([Hello.decode(message).error for message in messages], "in this step")
+
+
+def _raise_errors(errors: Sequence[str], when: str) -> None:
+    failed = [f"rank {rank} failed {when}: {text}" for rank, text in enumerate(errors) if text]
+    if failed:
+        raise RankMismatchError("; ".join(failed))
+
+
+def _descriptions(group: Group, context: Context) -> list[tuple[str, dict[str, str]]]:
+    """Every rank's chain and leaves; sent only once it is known that they differ."""
+    leaves = {leaf.path: str(leaf) for leaf in context.layout.leaves}
+    own = json.dumps([context.code, leaves]).encode()
+    lengths = group.all_gather(_bytes(struct.pack("<Q", len(own))))
+    sizes = [struct.unpack("<Q", bytes(length.numpy()))[0] for length in lengths]
+    texts = group.all_gather(_bytes(own.ljust(max(sizes), b" ")))
+    return [tuple(json.loads(bytes(text.numpy()))) for text in texts]
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _difference(ranks: Sequence[tuple[str, dict[str, str]]]) -> str:
+    (chain, leaves), lines = ranks[0], []
+    for rank, (other_chain, other_leaves) in enumerate(ranks[1:], 1):
+        if other_chain != chain:
+            lines.append(f"the chain: rank 0 runs {chain}, rank {rank} runs {other_chain}")
+        for path in sorted({*leaves, *other_leaves}):
+            here, there = leaves.get(path, "nothing"), other_leaves.get(path, "nothing")
+            if here != there:
+                lines.append(f"leaf {path!r}: rank 0 has {here}, rank {rank} has {there}")
+    shown = lines[:20] + ([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])
+    return "ranks differ in " + "; ".join(shown)

@@ -1,0 +1,97 @@
+"""The exchange itself: what goes out is sent, and what comes in is added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradtx.core.errors import RankMismatchError
+from gradtx.core.payload import Joined, Payload
+from gradtx.exchange.flags import Flags
+from gradtx.exchange.group import Group
+from gradtx.exchange.handshake import share_error
+from gradtx.exchange.outgoing import Outgoing
+from gradtx.wire import Header, decode_message
+
+
+def exchange(
+    group: Group,
+    outgoing: Outgoing,
+    header: Header,
+    message: torch.Tensor | None,
+    buffers: Sequence[torch.Tensor],
+) -> tuple[dict[int, torch.Tensor], Flags]:
+    """Sends what goes out, and adds up what comes in.
+
+    Args:
+        group: the ranks.
+        outgoing: what this rank sends.
+        header: what it says of its step.
+        message: the gathered message, or None.
+        buffers: the dense buffers.
+
+    Returns:
+        The sums over ranks, flat, by position of the leaf; and the flags of all ranks.
+
+    Raises:
+        RankMismatchError: on every rank, if one has failed.
+        WireFormatError: if what a rank sent is no message of the agreed form.
+    """
+    totals: dict[int, torch.Tensor] = {}
+    flags = None
+    if message is not None:
+        totals, flags = _gather(group, outgoing, header, message)
+    for (dtype, places), buffer in zip(outgoing.dense_places.items(), buffers, strict=True):
+        total = group.all_reduce(buffer)
+        if flags is None:
+            total, flags = outgoing.sizes.read_flags(total, group.size)
+            _stop_if_failed(group, flags)
+        lengths = [outgoing.size(i) for i in places]
+        totals.update(zip(places, total.split(lengths) if lengths else (), strict=True))
+    if flags is None:
+        raise AssertionError("an exchange has a message or a buffer")
+    return totals, flags
+
+
+def _gather(
+    group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor
+) -> tuple[dict[int, torch.Tensor], Flags]:
+    sizes = outgoing.sizes
+    received = [
+        decode_message(data, sizes.leaves, sizes.segments or (), header.fingerprint)
+        for data in group.all_gather(message)
+    ]
+    headers = [other for other, _ in received]
+    flags = Flags.of(headers)
+    _stop_if_failed(group, flags)
+    steps = {rank: other.step for rank, other in enumerate(headers) if other.step != header.step}
+    if steps:
+        raise RankMismatchError(
+            f"this is step {header.step} on rank {group.rank}, but "
+            + ", ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
+        )
+    totals: dict[int, torch.Tensor] = {}
+    for other, segments in received:
+        payloads = outgoing.packing.decode(segments)
+        for places, payload in zip(outgoing.places, payloads, strict=True):
+            _add(totals, payload, outgoing, other, places[0])
+    return totals, flags
+
+
+def _add(
+    totals: dict[int, torch.Tensor], payload: Payload, outgoing: Outgoing, header: Header, place: int
+) -> None:
+    """Adds one rank's payload to the sums, except for leaves that this rank has no gradient for."""
+    flat = payload.decode()
+    parts = payload.parts.split(flat) if isinstance(payload, Joined) else {place: flat}
+    for i, part in parts.items():
+        part = part.reshape(-1).to(outgoing.dtype(i))
+        if outgoing.is_absent(i, header):
+            part = torch.zeros_like(part)
+        totals[i] = totals[i].add_(part) if i in totals else part
+
+
+def _stop_if_failed(group: Group, flags: Flags) -> None:
+    if flags.errors:
+        share_error(group, "")

@@ -1,0 +1,136 @@
+"""From payloads to the segments of one message, and back.
+
+All sizes follow from the payloads' static shapes, so they are the same on all ranks. Whole numbers
+declared as ``"index"`` go through the index code, over the flat index space of all leaves; all other
+arrays of one dtype go as their bytes, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from gradtx.core.payload import Payload
+from gradtx.wire import WireFormatError, decode_indices, encode_indices, indices_nbytes
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a payload.
+
+    Attributes:
+        array: what is sent; on the receiving side, an array of the same shape and dtype.
+        universe: for an index field, the number of positions; None for plain bytes.
+    """
+
+    array: torch.Tensor
+    universe: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """What the field takes on the wire, if it is sent alone."""
+        if self.universe is not None:
+            return indices_nbytes(self.array.numel(), self.universe)
+        return self.array.numel() * self.array.element_size()
+
+
+def fields(payload: Payload) -> Iterator[Field]:
+    """The arrays of a payload and of the payloads within, in the order of its pytree."""
+    for name in payload.children:
+        child = getattr(payload, name)
+        if isinstance(child, Payload):
+            yield from fields(child)
+        elif isinstance(child, torch.Tensor):
+            yield Field(child, payload.size if payload.codecs.get(name) == "index" else None)
+
+
+def payload_nbytes(payload: Payload) -> int:
+    """What a payload takes on the wire, in bytes, without header."""
+    return sum(field.nbytes for field in fields(payload))
+
+
+class Packing:
+    """How the arrays of some payloads are laid into segments.
+
+    Args:
+        payloads: on this rank; those of the others have the same shapes.
+    """
+
+    def __init__(self, payloads: Sequence[Payload]) -> None:
+        self._payloads = list(payloads)
+        self._fields = [field for payload in payloads for field in fields(payload)]
+        self._index = [i for i, f in enumerate(self._fields) if f.universe is not None]
+        plain = [i for i, f in enumerate(self._fields) if f.universe is None]
+        dtypes = sorted({self._fields[i].array.dtype for i in plain}, key=str)
+        self._plain = [
+            (dtype, [i for i in plain if self._fields[i].array.dtype == dtype]) for dtype in dtypes
+        ]
+        self._counts = [self._fields[i].array.numel() for i in self._index]
+        self._universes = [self._fields[i].universe or 0 for i in self._index]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The size of each segment in bytes."""
+        sizes = [
+            sum(self._fields[i].array.numel() for i in which) * dtype.itemsize
+            for dtype, which in self._plain
+        ]
+        if self._index:
+            sizes.append(indices_nbytes(sum(self._counts), sum(self._universes)))
+        return sizes
+
+    def encode(self) -> list[torch.Tensor]:
+        """The segments: uint8, of the given sizes."""
+        segments = [
+            torch.cat([self._fields[i].array.reshape(-1) for i in which]).view(torch.uint8)
+            for _, which in self._plain
+        ]
+        if self._index:
+            starts = self._starts()
+            flat = [
+                self._fields[i].array.reshape(-1) + s
+                for i, s in zip(self._index, starts, strict=True)
+            ]
+            segments.append(encode_indices(torch.cat(flat), sum(self._universes)))
+        return segments
+
+    def decode(self, segments: Sequence[torch.Tensor]) -> list[Payload]:
+        """Payloads like those given at construction, with the arrays that the segments hold.
+
+        Raises:
+            WireFormatError: if an index lies outside its leaf.
+        """
+        arrays: list[Any] = [None] * len(self._fields)
+        for (dtype, which), segment in zip(self._plain, segments, strict=False):
+            flat = segment.view(dtype)
+            parts = flat.split([self._fields[i].array.numel() for i in which])
+            for i, part in zip(which, parts, strict=True):
+                arrays[i] = part.reshape(self._fields[i].array.shape)
+        if self._index:
+            for i, part in zip(self._index, self._decode_indices(segments[-1]), strict=True):
+                arrays[i] = part.reshape(self._fields[i].array.shape)
+        treespec = optree.tree_structure(self._payloads)
+        decoded: list[Payload] = optree.tree_unflatten(treespec, arrays)
+        return decoded
+
+    def _starts(self) -> list[int]:
+        starts = [0]
+        for universe in self._universes[:-1]:
+            starts.append(starts[-1] + universe)
+        return starts
+
+    def _decode_indices(self, segment: torch.Tensor) -> Iterator[torch.Tensor]:
+        flat = decode_indices(segment, sum(self._counts), sum(self._universes))
+        parts = flat.split(self._counts)
+        for part, start, universe in zip(parts, self._starts(), self._universes, strict=True):
+            # Strictly increasing: the ends decide.
+            if part.numel() and not start <= int(part[0]) <= int(part[-1]) < start + universe:
+                raise WireFormatError(
+                    f"indices {int(part[0])} to {int(part[-1])} lie outside their leaf, "
+                    f"{start} to {start + universe - 1}"
+                )
+            yield part - start

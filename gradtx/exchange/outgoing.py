@@ -1,0 +1,179 @@
+"""What one rank sends in one step: which leaves travel compressed and which dense, and the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from gradtx.core.payload import Joined, Member, Payload, decode_leaves
+from gradtx.core.transformation import Context
+from gradtx.core.tree import Array, accumulation_dtype, widen
+from gradtx.exchange.flags import Flags, Slots
+from gradtx.exchange.message import Packing, payload_nbytes
+from gradtx.wire import Header, encode_message, error_message, message_nbytes
+
+_ITEMSIZE = {"float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all ranks send in a step, known to each from the first step on.
+
+    Attributes:
+        leaves: how many leaves the header speaks of.
+        segments: the size of each segment of the gathered message, in bytes; None if nothing is
+            gathered.
+        buffers: dtype and length of each dense buffer, without flags.
+    """
+
+    leaves: int
+    segments: tuple[int, ...] | None
+    buffers: tuple[tuple[str, int], ...]
+
+    def slots(self, size: int) -> Slots | None:
+        """The spare slots of the first dense buffer; None if the flags are in the header."""
+        return Slots(self.leaves, size, self.buffers[0][0]) if self.segments is None else None
+
+    def error_message(self, header: Header) -> torch.Tensor:
+        """A message of the agreed size whose header says that this rank has failed."""
+        return error_message(header, message_nbytes(self.leaves, self.segments or ()))
+
+    def error_buffer(self, header: Header, size: int) -> torch.Tensor:
+        """A first dense buffer of the agreed size, whose slots say that this rank has failed."""
+        dtype, length = self.buffers[0]
+        slots = Slots(self.leaves, size, dtype).encode(header)
+        buffer = torch.zeros(length + len(slots), dtype=getattr(torch, dtype))
+        buffer[length:] = torch.tensor(slots)
+        return buffer
+
+    def read_flags(self, buffer: torch.Tensor, size: int) -> tuple[torch.Tensor, Flags]:
+        """The summed first buffer without its slots, and the flags in them."""
+        dtype, length = self.buffers[0]
+        flags = Slots(self.leaves, size, dtype).decode(buffer[length:].tolist())
+        return buffer[:length], flags
+
+
+class Outgoing:
+    """What one rank sends in one step.
+
+    Args:
+        leaves: the leaves that arrive at the exchange, in the order of the layout.
+        context: of the step.
+        size: how many ranks there are.
+        algorithm: ``"auto"`` or ``"gather"``.
+
+    Attributes:
+        absent: for each leaf, in path order, whether this rank has no gradient for it.
+        payloads: those that travel compressed, in path order.
+        places: for each of them, the positions of its leaves.
+        packing: how they are laid into segments.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Any], context: Context, size: int, algorithm: str
+    ) -> None:
+        self._layout = context.layout
+        order = context.layout.by_path
+        self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
+        payloads = {
+            i: leaves[i]
+            for i in order
+            if isinstance(leaves[i], Payload) and not isinstance(leaves[i], Member)
+        }
+        chosen = _worth_it(payloads, len(leaves), size, algorithm)
+        self.payloads = [payloads[i] for i in chosen]
+        self.places = [_places(i, payloads[i]) for i in chosen]
+        self.packing = Packing(self.payloads)
+        gathered = {i for places in self.places for i in places}
+        rest = decode_leaves([None if i in gathered else x for i, x in enumerate(leaves)])
+        self._dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in gathered}
+
+    @cached_property
+    def dense_places(self) -> dict[str, list[int]]:
+        """The positions of the leaves that travel dense, in path order, by accumulation dtype."""
+        places: dict[str, list[int]] = {}
+        for i in self._dense:
+            dtype = accumulation_dtype(self._layout.leaves[i].dtype or "float32")
+            places.setdefault(dtype, []).append(i)
+        if not places and not self.payloads:
+            places["float32"] = []
+        return dict(sorted(places.items()))
+
+    def dtype(self, position: int) -> torch.dtype:
+        """The dtype that a leaf is summed in."""
+        name = accumulation_dtype(self._layout.leaves[position].dtype or "float32")
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+    def size(self, position: int) -> int:
+        """How many values a leaf has."""
+        return self._layout.leaves[position].size
+
+    def is_absent(self, position: int, header: Header) -> bool:
+        """Whether the rank that sent a header has no gradient for a leaf."""
+        return header.absent[self._layout.path_ranks[position]]
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of all that is sent, the same on all ranks."""
+        return Sizes(
+            len(self.absent),
+            tuple(self.packing.sizes) if self.payloads else None,
+            tuple(
+                (dtype, sum(self._layout.leaves[i].size for i in places))
+                for dtype, places in self.dense_places.items()
+            ),
+        )
+
+    def message(self, header: Header) -> torch.Tensor | None:
+        """The gathered message, or None if nothing is gathered."""
+        if not self.payloads:
+            return None
+        segments = self.packing.encode()
+        return encode_message(header, segments, segments[0].device)
+
+    def buffers(self, header: Header, size: int) -> list[torch.Tensor]:
+        """The dense buffers: flat, one an accumulation dtype; the flags in the first, if need be."""
+        slots = self.sizes.slots(size)
+        out = []
+        for dtype, places in self.dense_places.items():
+            parts: list[Array] = [self._dense[i].reshape(-1) for i in places]
+            if slots is not None and not out:
+                device = parts[0].device if parts else None
+                kind = getattr(torch, dtype)
+                parts.append(torch.tensor(slots.encode(header), dtype=kind, device=device))
+            out.append(torch.cat([part.to(getattr(torch, dtype)) for part in parts]))
+        return out
+
+
+def _worth_it(
+    payloads: dict[int, Payload], leaves: int, size: int, algorithm: str
+) -> list[int]:
+    """The positions of the payloads to gather: those that cost less than a dense all-reduce.
+
+    Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
+    times the dense leaf.
+    """
+    if algorithm == "gather":
+        return list(payloads)
+    ranks = max(size, 2)
+    cheaper = [
+        i for i, p in payloads.items() if ranks * payload_nbytes(p) < 2 * _dense_nbytes(p)
+    ]
+    message = message_nbytes(leaves, Packing([payloads[i] for i in cheaper]).sizes)
+    saved = sum(2 * _dense_nbytes(payloads[i]) for i in cheaper)
+    return cheaper if ranks * message < saved else []
+
+
+def _dense_nbytes(payload: Payload) -> int:
+    return payload.size * _ITEMSIZE[payload.dtype]
+
+
+def _places(position: int, payload: Payload) -> list[int]:
+    if isinstance(payload, Joined):
+        return [i for i, _ in payload.parts.leaves]
+    return [position]
