@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 _nodes: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 _jax: list[Any] = []
-_GLOBAL: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")  # noqa: B009  (mangled in a class)
+_GLOBAL: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
 
 def register_node(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 
 from gradtx.wire.bits import pack_bits as pack_bits

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import optree
-
 from gradtx import backends
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
 from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
-from gradtx.core.tree import Array, PyTree, flatten_with_paths, widen
+from gradtx.core.tree import Array, PyTree, flatten_with_paths, unflatten, widen
 
 
 @register_payload
@@ -43,9 +41,7 @@ class Sparse(Payload):
         return Sparse(values, self.indices, self.shape, self.dtype)
 
 
-def topk_sparsify(
-    ratio: float, *, scope: str = "leaf", feedback: bool = True
-) -> Transformation:
+def topk_sparsify(ratio: float, *, scope: str = "leaf", feedback: bool = True) -> Transformation:
     r"""Sends the ``max(1, round(ratio * n))`` largest magnitudes of `n`, exactly.
 
     Ties go to the lowest index. An empty leaf sends none. It is a contraction with
@@ -104,11 +100,15 @@ def topk_sparsify(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
         paths, leaves, treespec = flatten_with_paths(updates)
-        order = sorted((i for i, leaf in enumerate(leaves) if leaf is not None), key=paths.__getitem__)
-        out = [encode_leaf(leaf, encode) for leaf in leaves] if any(
-            isinstance(leaf, Joined) for leaf in leaves
-        ) else _joined(leaves, order, encode)
-        return optree.tree_unflatten(treespec, out), state
+        order = sorted(
+            (i for i, leaf in enumerate(leaves) if leaf is not None), key=paths.__getitem__
+        )
+        out = (
+            [encode_leaf(leaf, encode) for leaf in leaves]
+            if any(isinstance(leaf, Joined) for leaf in leaves)
+            else _joined(leaves, order, encode)
+        )
+        return unflatten(treespec, out), state
 
     return Transformation(stage, None, update)
 
@@ -158,6 +158,8 @@ def count(ratio: float, n: int) -> int:
 
 def _check_ratio(ratio: Any) -> None:
     if isinstance(ratio, bool) or not isinstance(ratio, float):
-        raise TypeError(f"topk(ratio={ratio!r}): expected a float over 0 and at most 1, such as 0.01")
+        raise TypeError(
+            f"topk(ratio={ratio!r}): expected a float over 0 and at most 1, such as 0.01"
+        )
     if not (math.isfinite(ratio) and 0.0 < ratio <= 1.0):
         raise ValueError(f"topk(ratio={ratio!r}): expected a float over 0 and at most 1")

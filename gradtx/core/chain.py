@@ -35,6 +35,7 @@ from gradtx.core.tree import (
     flatten,
     flatten_with_paths,
     layout_of,
+    unflatten,
 )
 
 
@@ -71,11 +72,13 @@ class Chain(Transformation):
     Attributes:
         transformations: the flat chain, as it was written.
         core: the plain combinators it resolves to.
+        exchange: the (first) exchange in it, or None.
     """
 
     def __init__(self, transformations: Sequence[Transformation]) -> None:
         self.transformations = tuple(transformations)
         self.core = resolve(self.transformations)
+        self.exchange = _exchange_in(self.core)
 
         def code(local: bool) -> str:
             return f"gx.chain({', '.join(t.code(local=local) for t in self.transformations)})"
@@ -98,13 +101,13 @@ class Chain(Transformation):
     ) -> tuple[PyTree, ChainState]:
         layout = state.layout
         context = Context(layout, self._shared_code)
-        with _telling_others(find_exchange(self.core, state.states), context):
+        with telling_others(find_exchange(self.core, state.states), context):
             leaves = layout.match(updates)
             if any(leaf is None for leaf in leaves):
                 context = replace(context, absent=_absent(leaves, layout))
                 context.progress.absent = context.absent
                 leaves = _filled(leaves, state)
-            tree = optree.tree_unflatten(layout.treespec, leaves)
+            tree = unflatten(layout.treespec, leaves)
             extra = {**extra, "context": context}
             out, states = run(self.core, tree, state.states, params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
@@ -112,13 +115,27 @@ class Chain(Transformation):
 
 
 @contextmanager
-def _telling_others(exchange: tuple[Exchange, Any] | None, context: Context) -> Iterator[None]:
+def telling_others(exchange: tuple[Exchange, Any] | None, context: Context) -> Iterator[None]:
+    """Tells the other ranks of an error that is raised inside, if they wait to hear from this one.
+
+    Args:
+        exchange: the exchange at which they wait, and its state; None if there is none.
+        context: of the step.
+    """
     try:
         yield
     except Exception as error:
         if exchange is not None and not context.progress.sent:
             exchange[0].fail(exchange[1], context, error)
         raise
+
+
+def _exchange_in(parts: Sequence[Transformation]) -> Exchange | None:
+    for part in parts:
+        found = part if isinstance(part, Exchange) else _exchange_in(part.parts)
+        if found is not None:
+            return found
+    return None
 
 
 def find_exchange(
@@ -175,7 +192,7 @@ def _in_structure_of(updates: PyTree, leaves: list[Any], layout: Layout) -> PyTr
             ops = backends.of(leaf)
             leaf = ops.cast(leaf, spec.dtype if like is None else ops.dtype_name(like))
         out.append(leaf)
-    return optree.tree_unflatten(treespec, out)
+    return unflatten(treespec, out)
 
 
 def chain(*transformations: Any, check: bool = True) -> Chain:

@@ -23,6 +23,7 @@ from gradtx.core.tree import (
     flatten,
     flatten_with_paths,
     map_leaves,
+    unflatten,
     widen,
 )
 
@@ -43,7 +44,9 @@ class Filter(Bare):
     """A stage that marks leaves; the compressors to its right are masked by its predicate."""
 
     def __init__(self, stage: Stage, predicate: Callable[..., bool]) -> None:
-        super().__init__(stage, "write chain(skip_bn(), topk(0.01), ef()), or masked(inner, predicate)")
+        super().__init__(
+            stage, "write chain(skip_bn(), topk(0.01), ef()), or masked(inner, predicate)"
+        )
         self.predicate = predicate
 
 
@@ -145,7 +148,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         ]
         payloads, inner_states = run(
             parts,
-            optree.tree_unflatten(treespec, corrected),
+            unflatten(treespec, corrected),
             state.inner_states,
             params,
             extra,
@@ -155,7 +158,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             residual if skip else _left_out(leaf, part)
             for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
         ]
-        residual = optree.tree_unflatten(residual_spec, new)
+        residual = unflatten(residual_spec, new)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
     return Transformation(
@@ -249,24 +252,22 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
             )
         )
         chosen = _only(leaves, mask)
-        return MaskedState(mask, part.setup(optree.tree_unflatten(treespec, chosen), info))
+        return MaskedState(mask, part.setup(unflatten(treespec, chosen), info))
 
     def update(
         updates: PyTree, state: MaskedState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, MaskedState]:
         leaves, treespec = flatten(updates)
-        chosen = optree.tree_unflatten(treespec, _only(leaves, state.mask))
+        chosen = unflatten(treespec, _only(leaves, state.mask))
         if params is not None:
             values, spec = flatten(params)
-            params = optree.tree_unflatten(spec, _only(values, state.mask))
+            params = unflatten(spec, _only(values, state.mask))
         out, inner_state = part.step(chosen, state.inner_state, params, **extra)
         merged = [
             new if selected else old
-            for new, old, selected in zip(
-                flatten(out)[0], leaves, state.mask.selected, strict=True
-            )
+            for new, old, selected in zip(flatten(out)[0], leaves, state.mask.selected, strict=True)
         ]
-        return optree.tree_unflatten(treespec, merged), MaskedState(state.mask, inner_state)
+        return unflatten(treespec, merged), MaskedState(state.mask, inner_state)
 
     argument = Argument("predicate", predicate)
     stage = replace(part.stage, name="masked", arguments=(argument,))

@@ -162,6 +162,11 @@ class Exchange(Transformation):
     Its state has `finite`, the gate's flag as all ranks agree on it.
     """
 
+    @property
+    def group(self) -> Any:
+        """The ranks it talks to."""
+        raise NotImplementedError
+
     def fail(self, state: Any, context: Context, error: Exception) -> None:
         """Tells the other ranks, in the message they wait for, that this one has failed."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ the leaf joined by dots. ``None`` is a leaf that is not there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -52,6 +52,11 @@ def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     return [".".join(map(str, key)) for key in keys], leaves, treespec
 
 
+def unflatten(treespec: Any, leaves: Sequence[Any]) -> PyTree:
+    """The inverse of `flatten`."""
+    return optree.tree_unflatten(treespec, leaves)
+
+
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """`fn` over the leaves (arrays and payloads); a leaf that is None stays None."""
     leaves, treespec = flatten(tree)
@@ -60,7 +65,7 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         None if leaf is None else fn(leaf, *args)
         for leaf, *args in zip(leaves, *others, strict=True)
     ]
-    return optree.tree_unflatten(treespec, mapped)
+    return unflatten(treespec, mapped)
 
 
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
@@ -219,11 +224,15 @@ def layout_of(params: PyTree) -> Layout:
         if leaf is None:
             specs.append(LeafSpec(path, None, None))
             continue
-        if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
-            raise ValueError(f"parameter {path!r} is lazy and has no shape yet: run a forward first")
+        if isinstance(leaf, torch.nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {path!r} is lazy and has no shape yet: run a forward first"
+            )
         check_leaf(path, leaf)
         specs.append(LeafSpec(path, tuple(leaf.shape), backends.of(leaf).dtype_name(leaf)))
-    twice = {path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else ()
+    twice = (
+        {path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else ()
+    )
     if twice:
         raise ValueError(f"several leaves have the path {', '.join(map(repr, sorted(twice)))}")
     return Layout(tuple(specs), treespec)
@@ -260,8 +269,7 @@ def parameters_of(params: PyTree, info: Info | None = None) -> tuple[PyTree, Inf
 
 def keeps_running_statistics(module: torch.nn.Module) -> bool:
     """Says whether a module normalises with a running mean and variance."""
-    norm = torch.nn.modules.batchnorm._NormBase
-    if isinstance(module, norm):
+    if isinstance(module, torch.nn.modules.batchnorm._NormBase):
         return bool(module.track_running_stats)
     buffers = dict(module.named_buffers(recurse=False))
     return "running_mean" in buffers and "running_var" in buffers

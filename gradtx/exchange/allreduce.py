@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from gradtx import backends
@@ -15,7 +14,7 @@ from gradtx.core.combinators import judge
 from gradtx.core.errors import RankMismatchError
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
-from gradtx.core.tree import Array, Info, PyTree, flatten
+from gradtx.core.tree import Array, Info, PyTree, flatten, unflatten
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange
@@ -139,7 +138,7 @@ class Allreduce(Exchange):
             None if leaf is None else (totals[i] / divisor).reshape(context.layout.leaves[i].shape)
             for i, leaf in enumerate(leaves)
         ]
-        tree = optree.tree_unflatten(treespec, out)
+        tree = unflatten(treespec, out)
         good = torch.tensor(flags.not_finite == 0)
         if finite is not None and good:
             good = judge(tree, context)

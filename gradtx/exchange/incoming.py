@@ -80,7 +80,11 @@ def _gather(
 
 
 def _add(
-    totals: dict[int, torch.Tensor], payload: Payload, outgoing: Outgoing, header: Header, place: int
+    totals: dict[int, torch.Tensor],
+    payload: Payload,
+    outgoing: Outgoing,
+    header: Header,
+    place: int,
 ) -> None:
     """Adds one rank's payload to the sums, except for leaves that this rank has no gradient for."""
     flat = payload.decode()

@@ -15,6 +15,7 @@ import optree
 import torch
 
 from gradtx.core.payload import Payload
+from gradtx.core.tree import unflatten
 from gradtx.wire import WireFormatError, decode_indices, encode_indices, indices_nbytes
 
 
@@ -114,8 +115,7 @@ class Packing:
             for i, part in zip(self._index, self._decode_indices(segments[-1]), strict=True):
                 arrays[i] = part.reshape(self._fields[i].array.shape)
         treespec = optree.tree_structure(self._payloads)
-        decoded: list[Payload] = optree.tree_unflatten(treespec, arrays)
-        return decoded
+        return list(unflatten(treespec, arrays))
 
     def _starts(self) -> list[int]:
         starts = [0]

@@ -73,9 +73,7 @@ class Outgoing:
         packing: how they are laid into segments.
     """
 
-    def __init__(
-        self, leaves: Sequence[Any], context: Context, size: int, algorithm: str
-    ) -> None:
+    def __init__(self, leaves: Sequence[Any], context: Context, size: int, algorithm: str) -> None:
         self._layout = context.layout
         order = context.layout.by_path
         self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
@@ -90,7 +88,9 @@ class Outgoing:
         self.packing = Packing(self.payloads)
         gathered = {i for places in self.places for i in places}
         rest = decode_leaves([None if i in gathered else x for i, x in enumerate(leaves)])
-        self._dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in gathered}
+        self._dense = {
+            i: widen(rest[i]) for i in order if rest[i] is not None and i not in gathered
+        }
 
     @cached_property
     def dense_places(self) -> dict[str, list[int]]:
@@ -150,9 +150,7 @@ class Outgoing:
         return out
 
 
-def _worth_it(
-    payloads: dict[int, Payload], leaves: int, size: int, algorithm: str
-) -> list[int]:
+def _worth_it(payloads: dict[int, Payload], leaves: int, size: int, algorithm: str) -> list[int]:
     """The positions of the payloads to gather: those that cost less than a dense all-reduce.
 
     Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
@@ -161,9 +159,7 @@ def _worth_it(
     if algorithm == "gather":
         return list(payloads)
     ranks = max(size, 2)
-    cheaper = [
-        i for i, p in payloads.items() if ranks * payload_nbytes(p) < 2 * _dense_nbytes(p)
-    ]
+    cheaper = [i for i, p in payloads.items() if ranks * payload_nbytes(p) < 2 * _dense_nbytes(p)]
     message = message_nbytes(leaves, Packing([payloads[i] for i in cheaper]).sizes)
     saved = sum(2 * _dense_nbytes(payloads[i]) for i in cheaper)
     return cheaper if ranks * message < saved else []

@@ -1,0 +1,57 @@
+"""``python -m gradtx``: the demo, and the rules and chains explained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import gradtx
+from gradtx.core.errors import ChainOrderError
+from gradtx.core.explain import explain, rules_table
+from gradtx.core.parse import parse
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: without the program's name; by default those of the process.
+
+    Returns:
+        The exit status: 0; 1 for a chain that is refused; 2 for unusable arguments.
+    """
+    parser = argparse.ArgumentParser("python -m gradtx", description=gradtx.__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=gradtx.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_explain(commands.add_parser("explain", help="print the order rules, or explain a chain"))
+    from gradtx import demo
+
+    demo.add_arguments(commands.add_parser("demo", help="train on two ranks, dense and compressed"))
+    options = parser.parse_args(arguments)
+    return _explain(options.chain) if options.command == "explain" else demo.main(options)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "chain", nargs="?", help='such as "chain(unscale(), topk(0.01), ef(), allreduce())"'
+    )
+
+
+def _explain(text: str | None) -> int:
+    if text is None:
+        print(rules_table())
+        return 0
+    names = {name: getattr(gradtx, name) for name in gradtx.__all__}
+    try:
+        print(explain(parse(text, names)))
+    except ChainOrderError as error:
+        print(error)
+        return 1
+    except (ValueError, TypeError) as error:
+        print(f"gradtx explain: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

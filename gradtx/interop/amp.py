@@ -1,0 +1,107 @@
+"""What has to be touched inside `torch.amp.GradScaler` so that all ranks decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+
+class ScalerAdapter:
+    """A `torch.amp.GradScaler`, as the pipeline uses it.
+
+    The pipeline does what ``scaler.unscale_(optimizer)`` does, and leaves the scaler in the state
+    that this leaves it in, but with the verdict of all ranks: then ``scaler.step(optimizer)`` and
+    ``scaler.update()`` act the same everywhere.
+
+    Args:
+        scaler: the scaler.
+
+    Raises:
+        TypeError: if it is no `torch.amp.GradScaler`.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler={scaler!r}: expected a torch.amp.GradScaler")
+        self._scaler = scaler
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the scaler scales at all."""
+        return bool(self._scaler.is_enabled())
+
+    def loss_scale(
+        self, optimizers: Iterable[torch.optim.Optimizer], gradients: Mapping[str, torch.Tensor]
+    ) -> float:
+        """What the gradients are still multiplied by: 1 if the user has called `unscale_`.
+
+        Args:
+            optimizers: those that will step on the gradients.
+            gradients: the parameters that have a gradient, by path.
+
+        Raises:
+            ValueError: if no optimizer is given, or they do not own just these parameters.
+            RuntimeError: if an optimizer has stepped since the last ``scaler.update()``.
+        """
+        optimizers = list(optimizers)
+        if not optimizers:
+            raise ValueError(
+                "with a GradScaler, name the optimizers: pipe.sync(optimizer), "
+                "before scaler.step(optimizer)"
+            )
+        _check_ownership(optimizers, gradients)
+        stages = [self._state(optimizer)["stage"] for optimizer in optimizers]
+        if OptState.STEPPED in stages:
+            raise RuntimeError(
+                "pipe.sync(optimizer) comes before scaler.step(optimizer); here the optimizer has "
+                "stepped since the last scaler.update()"
+            )
+        if OptState.UNSCALED not in stages:
+            return float(self._scaler.get_scale())
+        for optimizer, stage in zip(optimizers, stages, strict=True):
+            if stage is OptState.READY:
+                self._scaler.unscale_(optimizer)
+        return 1.0
+
+    def record(self, optimizers: Iterable[torch.optim.Optimizer], *, skipped: bool) -> None:
+        """Leaves the scaler as `unscale_` does, with the verdict of all ranks."""
+        device = self._device()
+        for optimizer in optimizers:
+            state = self._state(optimizer)
+            found = torch.full((), float(skipped), dtype=torch.float32, device=device)
+            state["found_inf_per_device"] = {device: found}
+            state["stage"] = OptState.UNSCALED
+
+    def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = self._scaler._per_optimizer_states[id(optimizer)]
+        return state
+
+    def _device(self) -> torch.device:
+        if self._scaler._scale is None:
+            # A step on which nothing was scaled: no rank's loss reached a parameter.
+            self._scaler._lazy_init_scale_growth_tracker(torch.device(self._scaler._device))
+        device: torch.device = self._scaler._scale.device
+        return device
+
+
+def _check_ownership(
+    optimizers: list[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    ids, known = {id(p) for p in owned}, {id(p) for p in parameters.values()}
+    orphans = [path for path, p in parameters.items() if p.grad is not None and id(p) not in ids]
+    if orphans:
+        raise ValueError(
+            f"no optimizer given to sync owns {', '.join(map(repr, orphans[:5]))}: give all "
+            "optimizers in one call, sync(optimizer_a, optimizer_b)"
+        )
+    foreign = [p for p in owned if p.grad is not None and id(p) not in known]
+    if foreign:
+        raise ValueError(
+            f"an optimizer owns {len(foreign)} parameters with gradients that are not in the "
+            f"pipeline (the first has shape {tuple(foreign[0].shape)}): they would be stepped on "
+            "with the loss scale still in them; build the Pipeline over them too"
+        )

@@ -1,0 +1,356 @@
+"""`Pipeline`: a chain, its state, and the parameters whose gradients it synchronises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradtx.checkpoint import flatten_state, restore_state
+from gradtx.core.chain import Chain, find_exchange, telling_others
+from gradtx.core.errors import ChainOrderError, RankMismatchError, Violation
+from gradtx.core.stage import Kind
+from gradtx.core.stream import streams
+from gradtx.core.transformation import Context, flat
+from gradtx.core.tree import (
+    Layout,
+    LeafSpec,
+    PyTree,
+    flatten,
+    flatten_with_paths,
+    keeps_running_statistics,
+    parameters_of,
+    unflatten,
+)
+from gradtx.exchange.group import Group, find_group
+from gradtx.exchange.handshake import agree
+from gradtx.interop.amp import ScalerAdapter
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one `Pipeline.sync` did.
+
+    Attributes:
+        ready: gradients are there to step with.
+        skipped: the step was bad on some rank; no state has moved, all gradients are zero.
+        wire_bytes: bytes that this rank put on the link in this step, all copies counted.
+        dense_bytes: bytes that a ring all-reduce of the gradients in FP32 would have put there:
+            ``2 (N - 1) / N`` times 4 bytes a value.
+    """
+
+    ready: bool
+    skipped: bool
+    wire_bytes: int
+    dense_bytes: int
+
+
+class Pipeline:
+    """A chain at work on the gradients of a model.
+
+    At construction the ranks compare their chains and parameters, and parameters and buffers are
+    broadcast from rank 0: replicas that start apart would stay apart.
+
+    Args:
+        tx: the transformation; an exchange must be in it if the default process group has several
+            ranks.
+        model: an `nn.Module`, or a pytree of tensors with ``.grad``. Of a module, the parameters
+            that require a gradient now are synchronised.
+        scaler: the `torch.amp.GradScaler` of the loop, if there is one.
+
+    Raises:
+        ChainOrderError: if a payload comes out at the end (GX404), or there are several ranks and
+            no exchange (GX405).
+        ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`.
+        TypeError: if a parameter is no floating-point tensor, or the scaler no GradScaler.
+        RankMismatchError: on every rank, if ranks disagree or one of them has failed.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> pipe = gx.Pipeline(gx.chain(gx.topk(0.25), gx.ef(), gx.allreduce()), model)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> pipe.sync(optimizer)
+        SyncReport(ready=True, skipped=False, wire_bytes=0, dense_bytes=0)
+    """
+
+    def __init__(self, tx: Any, model: Any, *, scaler: Any = None) -> None:
+        self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
+        self._group = find_group(None) if self.tx.exchange is None else self.tx.exchange.group
+        self._module = model if isinstance(model, torch.nn.Module) else None
+        context = Context(Layout((), None), self.tx.code(local=False))
+        try:
+            _check_chain(self.tx, self._group)
+            _refuse_ddp(model)
+            self._scaler = None if scaler is None else ScalerAdapter(scaler)
+            self._check_scaler()
+            tree, info = parameters_of(model)
+            if self._module is not None:
+                tree = {path: p for path, p in tree.items() if p.requires_grad}
+            self._tree = tree
+            self._paths, leaves, self._treespec = flatten_with_paths(tree)
+            self._parameters: Tensors = {
+                path: leaf
+                for path, leaf in zip(self._paths, leaves, strict=True)
+                if leaf is not None
+            }
+            self._state = self.tx.init(tree, info)
+            self._values = sum(p.numel() for p in self._parameters.values())
+            context = Context(self._everything(), context.code)
+        except Exception as error:
+            if self._group.size > 1:
+                _tell(self._group, context, error)
+            raise
+        if self._group.size > 1:
+            agree(self._group, context, 0)
+            _broadcast(self._group, list(self._replicated().values()))
+
+    def sync(
+        self, *optimizers: torch.optim.Optimizer, loss_scale: float | None = None
+    ) -> SyncReport:
+        """Reads every ``.grad``, runs one update, and writes every ``.grad``.
+
+        With a scaler it does what ``scaler.unscale_`` does for each optimizer (or leaves it, where
+        you have called that yourself), and makes ``scaler.step`` and ``scaler.update`` take the
+        same decision on every rank.
+
+        Args:
+            *optimizers: all that will step on the gradients; needed with a scaler.
+            loss_scale: what the loss was multiplied by, for loops without a scaler.
+
+        Returns:
+            What happened. Where ``ready`` is false there is nothing to step with.
+
+        Raises:
+            ValueError: if the chain has an `unscale` and there is no loss scale, or the reverse; if
+                the optimizers do not own just the parameters that have a gradient.
+            RankMismatchError: if another rank failed, or ranks disagree.
+        """
+        sent = self._group.sent
+        context = Context(self._state.layout, self.tx.code(local=False))
+        with telling_others(find_exchange(self.tx.core, self._state.states), context):
+            self._check_frozen()
+            extra = self._loss_scale(optimizers, loss_scale)
+        updates, self._state = self.tx.update(self._gradients(), self._state, self._tree, **extra)
+        written = self._write(flatten(updates)[0])
+        skipped = not bool(self._state.last_finite)
+        if self._scaler is not None and self._scaler.enabled:
+            self._scaler.record(optimizers, skipped=skipped)
+        return SyncReport(
+            ready=written and not skipped,
+            skipped=skipped,
+            wire_bytes=self._group.sent - sent,
+            dense_bytes=2 * (self._group.size - 1) * 4 * self._values // self._group.size,
+        )
+
+    def sync_buffers(self) -> None:
+        """Makes the buffers of the module the same on all ranks.
+
+        Running means and variances are averaged; all other buffers are rank 0's. Call it before
+        evaluating or saving the model.
+        """
+        if self._module is None or self._group.size == 1:
+            return
+        averaged = _running_statistics(self._module)
+        if averaged:
+            flat_sum = self._group.all_reduce(
+                torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in averaged])
+            )
+            means = (flat_sum / self._group.size).split([b.numel() for b in averaged])
+            with torch.no_grad():
+                for buffer, mean in zip(averaged, means, strict=True):
+                    buffer.copy_(mean.reshape(buffer.shape))
+        done = {id(buffer) for buffer in averaged}
+        rest = [buffer for buffer in self._module.buffers() if id(buffer) not in done]
+        _broadcast(self._group, rest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain tensors and numbers, the tensors keyed by parameter path.
+
+        Returns:
+            A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own.
+        """
+        return {
+            "format": 1,
+            "chain": self.tx.code(local=False),
+            "rank": self._group.rank,
+            "world_size": self._group.size,
+            "state": flatten_state(self._state),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes up the state that `state_dict` gave on the same rank.
+
+        Args:
+            state_dict: from the same chain, parameters, rank and number of ranks.
+
+        Raises:
+            ValueError: naming what differs; the state is then as it was.
+        """
+        here = self.state_dict()
+        for name in ("format", "chain", "world_size", "rank"):
+            if state_dict.get(name) != here[name]:
+                raise ValueError(
+                    f"this state_dict has {name} {state_dict.get(name)!r}: expected {here[name]!r}"
+                )
+        self._state = restore_state(self._state, state_dict["state"])
+
+    @property
+    def state(self) -> Any:
+        """The chain's state, a pytree."""
+        return self._state
+
+    def _check_scaler(self) -> None:
+        if self._scaler is not None and self._scaler.enabled and not _has_unscale(self.tx):
+            raise ValueError(
+                "a GradScaler is given and the chain has no unscale(): the loss scale would stay in "
+                f"the gradients; write gx.chain(gx.unscale(), {self.tx.code()[len('gx.chain(') :]}"
+            )
+
+    def _loss_scale(self, optimizers: Any, given: float | None) -> dict[str, Any]:
+        scaler = self._scaler
+        if scaler is not None and scaler.enabled:
+            if given is not None:
+                raise ValueError("the loss scale is the scaler's: leave loss_scale out")
+            return {"loss_scale": scaler.loss_scale(optimizers, self._parameters)}
+        if not _has_unscale(self.tx):
+            if given is not None:
+                raise ValueError("loss_scale is given and the chain has no unscale(): put it first")
+            return {}
+        if given is None and scaler is None:
+            raise ValueError(
+                "the chain has unscale() and there is no loss scale: write "
+                "Pipeline(tx, model, scaler=scaler), or sync(loss_scale=...), or leave unscale() out"
+            )
+        return {"loss_scale": 1.0 if given is None else given}
+
+    def _check_frozen(self) -> None:
+        if self._module is None:
+            return
+        for path, parameter in self._module.named_parameters():
+            if parameter.grad is not None and path not in self._parameters:
+                raise ValueError(
+                    f"parameter {path!r} has a gradient and did not require one when the Pipeline "
+                    "was built: build a new Pipeline after changing requires_grad"
+                )
+
+    def _gradients(self) -> PyTree:
+        grads = [p if p is None else p.grad for p in map(self._parameters.get, self._paths)]
+        return unflatten(self._treespec, grads)
+
+    @torch.no_grad()
+    def _write(self, updates: Sequence[torch.Tensor | None]) -> bool:
+        for path, update in zip(self._paths, updates, strict=True):
+            if update is None:
+                continue
+            parameter = self._parameters[path]
+            if parameter.grad is None:
+                parameter.grad = update.to(parameter.dtype).clone()
+            else:
+                parameter.grad.copy_(update)
+        return any(update is not None for update in updates)
+
+    def _replicated(self) -> Tensors:
+        """All that has to start equal: every parameter, frozen ones too, and every buffer."""
+        if self._module is None:
+            return dict(self._parameters)
+        parameters = dict(self._module.named_parameters())
+        return parameters | {f"buffer {k}": b for k, b in self._module.named_buffers()}
+
+    def _everything(self) -> Layout:
+        return Layout(
+            tuple(
+                LeafSpec(path, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+                for path, t in self._replicated().items()
+            ),
+            None,
+        )
+
+
+def _check_chain(tx: Chain, group: Group) -> None:
+    stages = tx.stages
+    form = streams(stages)[-1].form
+    if form != "dense":
+        last = max(i for i, s in enumerate(stages) if s.kind is Kind.COMPRESSOR)
+        _refuse(
+            Violation(
+                "GX404",
+                (last,),
+                f"{stages[last].code()} hands on a payload ({form}) and nothing decodes it: "
+                "a Pipeline writes dense gradients",
+                "put allreduce() behind the compressors",
+            )
+        )
+    if group.size > 1 and not any(s.kind is Kind.EXCHANGE for s in stages):
+        _refuse(
+            Violation(
+                "GX405",
+                (),
+                f"there are {group.size} ranks and the chain has no exchange: every rank would "
+                "step on its own gradients, and the replicas part",
+                "put allreduce() into the chain",
+            )
+        )
+
+
+def _refuse(violation: Violation) -> None:
+    raise ChainOrderError(
+        f"{violation.code}: {violation.reason}\n    fix: {violation.fix}", [violation]
+    )
+
+
+def _refuse_ddp(model: Any) -> None:
+    ddp = torch.nn.parallel.DistributedDataParallel
+    if isinstance(model, torch.nn.Module) and any(isinstance(m, ddp) for m in model.modules()):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which reduces the gradients itself: "
+            "they would be reduced twice. Give the Pipeline a model that was never wrapped; to keep "
+            "DDP, change what it sends by a hook: ddp_model.register_comm_hook(state, hook)"
+        )
+
+
+def _has_unscale(tx: Chain) -> bool:
+    return any(stage.kind is Kind.UNSCALE for stage in tx.stages)
+
+
+def _named(tree: PyTree, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    paths, leaves, _ = flatten_with_paths(tree)
+    return {
+        path: leaf
+        for path, leaf in zip(paths, leaves, strict=True)
+        if (path in like if like is not None else leaf is not None)
+    }
+
+
+def _tell(group: Group, context: Context, error: Exception) -> None:
+    """Tells the other ranks, which wait in the handshake, why this one does not come."""
+    with suppress(RankMismatchError):
+        agree(group, context, 0, f"{type(error).__name__}: {error}")
+
+
+def _running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [
+        buffer
+        for module in model.modules()
+        if keeps_running_statistics(module)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in ("running_mean", "running_var")
+    ]
+
+
+@torch.no_grad()
+def _broadcast(group: Group, tensors: list[torch.Tensor]) -> None:
+    """Makes tensors those of rank 0, in one message of bytes."""
+    if not tensors:
+        return
+    parts = [t.detach().reshape(-1).contiguous().view(torch.uint8).cpu() for t in tensors]
+    received = group.broadcast(torch.cat(parts))
+    for tensor, part in zip(tensors, received.split([p.numel() for p in parts]), strict=True):
+        values = part.clone().view(tensor.dtype)
+        tensor.copy_(values.reshape(tensor.shape).to(tensor.device))
