@@ -28,6 +28,7 @@ from gradtx.core.tree import (
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
+from gradtx.transforms.unscale import unscale
 
 Tensors = dict[str, torch.Tensor]
 
@@ -209,8 +210,8 @@ class Pipeline:
     def _check_scaler(self) -> None:
         if self._scaler is not None and self._scaler.enabled and not _has_unscale(self.tx):
             raise ValueError(
-                "a GradScaler is given and the chain has no unscale(): the loss scale would stay in "
-                f"the gradients; write gx.chain(gx.unscale(), {self.tx.code()[len('gx.chain(') :]}"
+                "a GradScaler is given and the chain has no unscale(): the loss scale would stay "
+                f"in the gradients; write {Chain((unscale(), *self.tx.transformations)).code()}"
             )
 
     def _loss_scale(self, optimizers: Any, given: float | None) -> dict[str, Any]:
@@ -226,7 +227,8 @@ class Pipeline:
         if given is None and scaler is None:
             raise ValueError(
                 "the chain has unscale() and there is no loss scale: write "
-                "Pipeline(tx, model, scaler=scaler), or sync(loss_scale=...), or leave unscale() out"
+                "Pipeline(tx, model, scaler=scaler), or sync(loss_scale=...), or leave unscale() "
+                "out"
             )
         return {"loss_scale": 1.0 if given is None else given}
 
@@ -310,8 +312,8 @@ def _refuse_ddp(model: Any) -> None:
     if isinstance(model, torch.nn.Module) and any(isinstance(m, ddp) for m in model.modules()):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces the gradients itself: "
-            "they would be reduced twice. Give the Pipeline a model that was never wrapped; to keep "
-            "DDP, change what it sends by a hook: ddp_model.register_comm_hook(state, hook)"
+            "they would be reduced twice. Give the Pipeline a model that was never wrapped; to "
+            "keep DDP, change what it sends by a hook: ddp_model.register_comm_hook(state, hook)"
         )
 
 

@@ -38,7 +38,8 @@ def register_node(
     def unflatten(aux: tuple[Any, ...], parts: Any) -> Any:
         return cls(*parts, *aux)
 
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=_GLOBAL)
+    register: Any = optree.register_pytree_node
+    register(cls, flatten, unflatten, namespace=_GLOBAL)
     _nodes.append((cls, flatten, unflatten))
     for jax in _jax:
         _register_one(jax, cls, flatten, unflatten)

@@ -105,7 +105,8 @@ def mean_magnitude(x: torch.Tensor) -> torch.Tensor:
     if x.shape[-1] == 0:
         return x.new_zeros(x.shape[:-1])
     total = torch.linalg.vector_norm(x, 1, -1, dtype=torch.float64)
-    return (total / x.shape[-1]).to(x.dtype)
+    mean: torch.Tensor = total / x.shape[-1]
+    return mean.to(x.dtype)
 
 
 def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -118,7 +119,7 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
         return torch.arange(n, device=x.device).expand(x.shape).contiguous()
     magnitude = x.abs()
     if x.device.type != "cpu":
-        order = magnitude.sort(-1, descending=True, stable=True).indices
+        order = magnitude.sort(stable=True, dim=-1, descending=True).indices
         return order[..., :k].sort(-1).values
     rows = magnitude.reshape(-1, n)
     chosen = [_top_k_row(row, k) for row in rows]
@@ -128,7 +129,7 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
 def _top_k_row(magnitude: torch.Tensor, k: int) -> torch.Tensor:
     threshold = magnitude.topk(k, sorted=False).values.amin()
     if threshold.isnan():
-        return magnitude.sort(descending=True, stable=True).indices[:k].sort().values
+        return magnitude.sort(stable=True, descending=True).indices[:k].sort().values
     above = magnitude.gt(threshold).logical_or_(magnitude.isnan()).nonzero().squeeze(-1)
     tied = magnitude.eq(threshold).nonzero().squeeze(-1)[: k - above.numel()]
     return torch.cat((above, tied)).sort().values

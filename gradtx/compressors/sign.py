@@ -33,7 +33,7 @@ class Signs(Payload):
 def sign_quantize(*, feedback: bool = True) -> Transformation:
     r"""One bit a value and one scale a leaf: :math:`\hat g_i = \pm \frac{1}{n} \sum_j |g_j|`.
 
-    The error is :math:`\|g\|_2^2 - \|g\|_1^2 / n`, so it is a contraction, and needs error feedback.
+    The error is :math:`\|g\|_2^2 - \|g\|_1^2 / n`: it is a contraction, and needs error feedback.
     Zero counts as positive; a leaf of zeros has the scale zero and decodes to zeros.
 
     Args:

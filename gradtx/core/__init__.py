@@ -1,1 +1,1 @@
-"""core"""
+"""The chain: trees, stages, order rules, combinators. It knows no compressor and no exchange."""

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import optree
-
 from gradtx import backends
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
@@ -32,6 +30,7 @@ from gradtx.core.tree import (
     Layout,
     PyTree,
     accumulation_dtype,
+    arrays_in,
     flatten,
     flatten_with_paths,
     layout_of,
@@ -160,11 +159,11 @@ def _absent(leaves: Sequence[Any], layout: Layout) -> tuple[bool, ...]:
 def _filled(leaves: Sequence[Any], state: ChainState) -> list[Any]:
     """The leaves with zeros for those that this rank has no gradient for."""
     arrays = [leaf for leaf in leaves if leaf is not None]
-    ops = backends.find(arrays or optree.tree_leaves(state.states))
+    ops = backends.find(arrays or arrays_in(state.states))
     like = arrays[0] if arrays else None
     return [
         ops.zeros(spec.shape, accumulation_dtype(spec.dtype), like)
-        if leaf is None and spec.shape is not None
+        if leaf is None and spec.shape is not None and spec.dtype is not None
         else leaf
         for leaf, spec in zip(leaves, state.layout.leaves, strict=True)
     ]
@@ -182,7 +181,7 @@ def _withdrawn(leaves: list[Any], context: Context) -> list[Any]:
 def _in_structure_of(updates: PyTree, leaves: list[Any], layout: Layout) -> PyTree:
     """The leaves, in the order of the layout, in the containers and dtypes of `updates`."""
     given, treespec = flatten(updates)
-    order = range(len(leaves))
+    order: Sequence[int] = range(len(leaves))
     if treespec != layout.treespec:
         order = [layout.positions[path] for path in flatten_with_paths(updates)[0]]
     out = []
@@ -219,10 +218,13 @@ def chain(*transformations: Any, check: bool = True) -> Chain:
     Example:
         >>> import gradtx as gx
         >>> tx = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.01), gx.ef(), gx.allreduce())
-        >>> gx.chain(gx.topk(0.01), gx.unscale(), gx.ef(), gx.allreduce())
-        Traceback (most recent call last):
-        ...
-        gradtx.core.errors.ChainOrderError: this chain breaks 3 rules...
+        >>> try:
+        ...     gx.chain(gx.topk(0.01), gx.unscale(), gx.ef(), gx.allreduce())
+        ... except gx.ChainOrderError as error:
+        ...     print([violation.code for violation in error.violations])
+        ...     print(error.suggestion)
+        ['GX102', 'GX302', 'GX303', 'GX401']
+        gx.chain(gx.unscale(), gx.topk(0.01), gx.ef(), gx.allreduce())
     """
     parts = flat(transformations)
     violations = check_order([s for part in parts for s in part.stages]) if check else []
@@ -267,8 +269,10 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
 def _gated(parts: list[Transformation]) -> tuple[Transformation, ...]:
     unscales = [i + 1 for i, part in enumerate(parts) if part.stage.kind is Kind.UNSCALE]
     delicate = [i for i, p in enumerate(parts) if any(s.lossy or s.stateful for s in p.stages)]
-    start = (unscales or delicate or [None])[0]
-    if start is None or [part.name for part in parts[start:]] == ["apply_if_finite"]:
+    if not unscales and not delicate:
+        return tuple(parts)
+    start = (unscales or delicate)[0]
+    if [part.name for part in parts[start:]] == ["apply_if_finite"]:
         return tuple(parts)
     return (*parts[:start], apply_if_finite(*parts[start:]))
 
@@ -319,8 +323,8 @@ def _message(
             codes = marks.setdefault(i, [])
             if violation.code not in codes:
                 codes.append(violation.code)
-    codes = len({violation.code for violation in violations})
-    lines = [f"this chain breaks {codes} rule{'s' if codes > 1 else ''}:", "", "    gx.chain("]
+    broken = len({violation.code for violation in violations})
+    lines = [f"this chain breaks {broken} rule{'s' if broken > 1 else ''}:", "", "    gx.chain("]
     position = 0
     for part in parts:
         own = range(position, position + len(part.stages))

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import optree
-
 from gradtx import backends
 from gradtx.backends.registry import register_node
 from gradtx.core.payload import decode_leaves
@@ -20,8 +18,10 @@ from gradtx.core.tree import (
     Info,
     PyTree,
     accumulation_dtype,
+    arrays_in,
     flatten,
     flatten_with_paths,
+    map_arrays,
     map_leaves,
     unflatten,
     widen,
@@ -34,7 +34,8 @@ class Bare(Transformation):
     def __init__(self, stage: Stage, instead: str) -> None:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise TypeError(
-                f"{stage.code()} acts on its neighbours in a chain and does nothing alone: {instead}"
+                f"{stage.code()} acts on its neighbours in a chain and does nothing alone: "
+                f"{instead}"
             )
 
         super().__init__(stage, refuse, refuse)
@@ -350,7 +351,7 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
     def update(
         updates: PyTree, state: ApplyIfFiniteState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ApplyIfFiniteState]:
-        arrived = [leaf for leaf in optree.tree_leaves(updates) if backends.is_array(leaf)]
+        arrived = arrays_in(updates)
         ops = backends.find(arrived)
         finite = ops.all_finite(arrived) & finite_flag(extra, ops)
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
@@ -382,18 +383,14 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
 def judge(updates: PyTree, context: Context | None) -> Array:
     """A 0-d bool: all values are finite, after the cast to the parameter's dtype too."""
     leaves = flatten(updates)[0]
-    ops = backends.find(leaf for tree in leaves for leaf in optree.tree_leaves(tree))
+    ops = backends.find(arrays_in(leaves))
     if context is not None:
         leaves = [
             ops.cast(leaf, spec.dtype) if backends.is_array(leaf) and spec.dtype else leaf
             for leaf, spec in zip(leaves, context.layout.leaves, strict=True)
         ]
-    values = [leaf for leaf in optree.tree_leaves(leaves) if _is_float(leaf)]
-    return ops.all_finite(values)
-
-
-def _is_float(leaf: Any) -> bool:
-    return backends.is_array(leaf) and "float" in backends.of(leaf).dtype_name(leaf)
+    floats = [x for x in arrays_in(leaves) if "float" in ops.dtype_name(x)]
+    return ops.all_finite(floats)
 
 
 def _commit(agreed: Array, new: tuple[PyTree, Any], old: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
@@ -402,8 +399,8 @@ def _commit(agreed: Array, new: tuple[PyTree, Any], old: tuple[PyTree, Any]) -> 
     known = ops.known(agreed)
     if known:
         return new
-    zeros = optree.tree_map(lambda leaf: backends.of(leaf).zeros_like(leaf), old[0])
+    zeros = map_arrays(lambda leaf: backends.of(leaf).zeros_like(leaf), old[0])
     if known is None:
-        chosen = optree.tree_map(lambda a, b: ops.select(agreed, a, b), new, (zeros, old[1]))
+        chosen = map_arrays(lambda a, b: ops.select(agreed, a, b), new, (zeros, old[1]))
         return chosen[0], chosen[1]
     return zeros, old[1]

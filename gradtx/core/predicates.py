@@ -29,6 +29,7 @@ class Predicate:
         self._code = code
 
     def __call__(self, path: str, leaf: Array, info: LeafInfo | None = None) -> bool:
+        """Asks the test about one leaf."""
         return bool(self._test(path, leaf, info))
 
     def __and__(self, other: Test) -> Predicate:

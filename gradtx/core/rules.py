@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,7 +118,7 @@ def _feedback_over_nothing(flow: Flow) -> Iterator[tuple[int, ...]]:
 
 def _second_feedback(flow: Flow) -> Iterator[tuple[int, ...]]:
     feedbacks = flow.where(Kind.FEEDBACK)
-    for first, second in zip(feedbacks, feedbacks[1:], strict=False):
+    for first, second in itertools.pairwise(feedbacks):
         if flow.end_of_segment(first) == flow.end_of_segment(second):
             yield (second, first)
 

@@ -95,7 +95,7 @@ class Transformation:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits: equal for equal transformations, on every rank and in every run."""
+        """16 hexadecimal digits: equal for equal transformations, on all ranks, in every run."""
         return hashlib.sha256(self.code(local=False).encode()).hexdigest()[:16]
 
     def code(self, *, local: bool = True) -> str:

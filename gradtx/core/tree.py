@@ -41,7 +41,7 @@ def _is_payload(node: Any) -> bool:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """The leaves (arrays, payloads, None) and the structure, as `optree.tree_flatten` gives them."""
+    """The leaves (arrays, payloads, None) and the structure, in the order of optree."""
     leaves, treespec = optree.tree_flatten(tree, _is_payload, none_is_leaf=True)
     return leaves, treespec
 
@@ -52,9 +52,24 @@ def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     return [".".join(map(str, key)) for key in keys], leaves, treespec
 
 
+def structure(tree: PyTree) -> Any:
+    """The structure down to the arrays, those within payloads too."""
+    return optree.tree_structure(tree)
+
+
 def unflatten(treespec: Any, leaves: Sequence[Any]) -> PyTree:
     """The inverse of `flatten`."""
     return optree.tree_unflatten(treespec, leaves)
+
+
+def arrays_in(tree: PyTree) -> list[Array]:
+    """All arrays of a tree, those within payloads too."""
+    return [leaf for leaf in optree.tree_leaves(tree) if backends.is_array(leaf)]
+
+
+def map_arrays(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """`fn` over all arrays of trees of one structure, those within payloads too."""
+    return optree.tree_map(fn, tree, *rest)
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -69,7 +84,7 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
-    """The arrays of `tree` in the dtypes of the leaves of `reference`; payloads stay as they are."""
+    """The arrays of `tree` in the dtypes of those of `reference`; payloads stay as they are."""
 
     def cast(leaf: Any, like: Any) -> Any:
         if not (backends.is_array(leaf) and backends.is_array(like)):
@@ -187,7 +202,8 @@ def check_leaf(path: str, leaf: Any) -> None:
     """Refuses a leaf that is no floating-point array, naming its path."""
     if not backends.is_array(leaf):
         raise TypeError(
-            f"leaf {path!r} is a {type(leaf).__name__}: expected a torch tensor, a JAX array or None"
+            f"leaf {path!r} is a {type(leaf).__name__}: "
+            "expected a torch tensor, a JAX array or None"
         )
     dtype = backends.of(leaf).dtype_name(leaf)
     if dtype not in FLOATS:

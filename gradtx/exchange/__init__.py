@@ -1,1 +1,1 @@
-"""exchange"""
+"""Ranks talking: groups, the handshake, what goes out and what comes in."""

@@ -135,7 +135,7 @@ class Allreduce(Exchange):
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         divisor = group.size if self._op == "mean" else 1
         out = [
-            None if leaf is None else (totals[i] / divisor).reshape(context.layout.leaves[i].shape)
+            None if leaf is None else (totals[i] / divisor).reshape(leaf.shape)
             for i, leaf in enumerate(leaves)
         ]
         tree = unflatten(treespec, out)

@@ -1,7 +1,7 @@
 """The flags that ranks share in a step: bad steps, errors, absent leaves.
 
-They ride in the header of the gathered message, or, where nothing is gathered, in spare slots at the
-end of the first dense buffer, which the all-reduce sums: so they cost no round trip.
+They ride in the header of the gathered message, or, where nothing is gathered, in spare slots at
+the end of the first dense buffer, which the all-reduce sums: so they cost no round trip.
 """
 
 from __future__ import annotations

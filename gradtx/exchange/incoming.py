@@ -42,7 +42,7 @@ def exchange(
     flags = None
     if message is not None:
         totals, flags = _gather(group, outgoing, header, message)
-    for (dtype, places), buffer in zip(outgoing.dense_places.items(), buffers, strict=True):
+    for places, buffer in zip(outgoing.dense_places.values(), buffers, strict=True):
         total = group.all_reduce(buffer)
         if flags is None:
             total, flags = outgoing.sizes.read_flags(total, group.size)

@@ -1,8 +1,8 @@
 """From payloads to the segments of one message, and back.
 
 All sizes follow from the payloads' static shapes, so they are the same on all ranks. Whole numbers
-declared as ``"index"`` go through the index code, over the flat index space of all leaves; all other
-arrays of one dtype go as their bytes, one after the other.
+declared as ``"index"`` go through the index code, over the flat index space of all leaves; all
+other arrays of one dtype go as their bytes, one after the other.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 
 from gradtx.core.payload import Payload
-from gradtx.core.tree import unflatten
+from gradtx.core.tree import structure, unflatten
 from gradtx.wire import WireFormatError, decode_indices, encode_indices, indices_nbytes
 
 
@@ -114,7 +113,7 @@ class Packing:
         if self._index:
             for i, part in zip(self._index, self._decode_indices(segments[-1]), strict=True):
                 arrays[i] = part.reshape(self._fields[i].array.shape)
-        treespec = optree.tree_structure(self._payloads)
+        treespec = structure(self._payloads)
         return list(unflatten(treespec, arrays))
 
     def _starts(self) -> list[int]:

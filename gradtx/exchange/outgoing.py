@@ -1,4 +1,4 @@
-"""What one rank sends in one step: which leaves travel compressed and which dense, and the bytes."""
+"""What one rank sends in a step: which leaves travel compressed, which dense, and the bytes."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ class Outgoing:
         return encode_message(header, segments, segments[0].device)
 
     def buffers(self, header: Header, size: int) -> list[torch.Tensor]:
-        """The dense buffers: flat, one an accumulation dtype; the flags in the first, if need be."""
+        """The dense buffers: flat, one a dtype; the flags in the first, if need be."""
         slots = self.sizes.slots(size)
-        out = []
+        out: list[torch.Tensor] = []
         for dtype, places in self.dense_places.items():
             parts: list[Array] = [self._dense[i].reshape(-1) for i in places]
             if slots is not None and not out:

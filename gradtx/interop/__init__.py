@@ -1,1 +1,1 @@
-"""interop"""
+"""What has to be known of other libraries."""

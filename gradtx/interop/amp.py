@@ -83,7 +83,8 @@ class ScalerAdapter:
         if self._scaler._scale is None:
             # A step on which nothing was scaled: no rank's loss reached a parameter.
             self._scaler._lazy_init_scale_growth_tracker(torch.device(self._scaler._device))
-        device: torch.device = self._scaler._scale.device
+        scale: Any = self._scaler._scale
+        device: torch.device = scale.device
         return device
 
 

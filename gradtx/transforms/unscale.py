@@ -23,7 +23,7 @@ def unscale() -> Transformation:
         The transformation. It has no state and takes dense gradients only.
 
     Raises:
-        ValueError: in `update`, if `loss_scale` is missing, or a Python number that is not positive.
+        ValueError: in `update`, if `loss_scale` is missing, or a number that is not positive.
         TypeError: in `update`, if a leaf is compressed already.
 
     References:
