@@ -11,9 +11,9 @@ import torch
 
 from gradtx.checkpoint import flatten_state, restore_state
 from gradtx.core.chain import Chain, find_exchange, telling_others
-from gradtx.core.errors import ChainOrderError, RankMismatchError, Violation
+from gradtx.core.errors import ChainOrderError, RankMismatchError
+from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind
-from gradtx.core.stream import streams
 from gradtx.core.transformation import Context, flat
 from gradtx.core.tree import (
     Layout,
@@ -276,35 +276,11 @@ class Pipeline:
 
 
 def _check_chain(tx: Chain, group: Group) -> None:
-    stages = tx.stages
-    form = streams(stages)[-1].form
-    if form != "dense":
-        last = max(i for i, s in enumerate(stages) if s.kind is Kind.COMPRESSOR)
-        _refuse(
-            Violation(
-                "GX404",
-                (last,),
-                f"{stages[last].code()} hands on a payload ({form}) and nothing decodes it: "
-                "a Pipeline writes dense gradients",
-                "put allreduce() behind the compressors",
-            )
-        )
-    if group.size > 1 and not any(s.kind is Kind.EXCHANGE for s in stages):
-        _refuse(
-            Violation(
-                "GX405",
-                (),
-                f"there are {group.size} ranks and the chain has no exchange: every rank would "
-                "step on its own gradients, and the replicas part",
-                "put allreduce() into the chain",
-            )
-        )
-
-
-def _refuse(violation: Violation) -> None:
-    raise ChainOrderError(
-        f"{violation.code}: {violation.reason}\n    fix: {violation.fix}", [violation]
-    )
+    rules = [PAYLOAD_AT_END] + [NO_EXCHANGE] * (group.size > 1)
+    violations = check(tx.stages, rules)
+    if violations:
+        lines = [f"{v.code}: {v.reason}\n    fix: {v.fix}" for v in violations]
+        raise ChainOrderError("\n".join([f"a Pipeline refuses {tx.code()}", *lines]), violations)
 
 
 def _refuse_ddp(model: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradtx.core.chain import Chain, chain
-from gradtx.core.rules import RULES, check
+from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, RULES, check
 from gradtx.core.stream import streams
 
 
@@ -51,7 +51,7 @@ def explain(tx: Any) -> str:
 def rules_table() -> str:
     """The order rules as a Markdown table; `docs/rules.md` holds it."""
     lines = ["| code | rule | what goes wrong | what to write |", "|---|---|---|---|"]
-    for rule in sorted(RULES, key=lambda rule: rule.code):
+    for rule in sorted((*RULES, PAYLOAD_AT_END, NO_EXCHANGE), key=lambda rule: rule.code):
         reason, fix = (text.format("A", "B") for text in (rule.reason, rule.fix))
         lines.append(f"| {rule.code} | {rule.title} | {reason} | {fix} |")
     return "\n".join(lines)

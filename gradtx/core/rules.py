@@ -244,11 +244,38 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(stages: Sequence[Stage]) -> list[Violation]:
+def _payload_at_end(flow: Flow) -> Iterator[tuple[int, ...]]:
+    if flow.streams[-1].form != "dense":
+        yield (max(flow.where(Kind.COMPRESSOR)),)
+
+
+def _no_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
+    if not flow.where(Kind.EXCHANGE):
+        yield ()
+
+
+PAYLOAD_AT_END = Rule(
+    "GX404",
+    "a Pipeline writes dense gradients (raised by Pipeline)",
+    _payload_at_end,
+    "what {0} gives comes out at the end, and nothing decodes it",
+    "put allreduce() behind the compressors",
+)
+NO_EXCHANGE = Rule(
+    "GX405",
+    "several ranks exchange (raised by Pipeline)",
+    _no_exchange,
+    "there are several ranks and no exchange: every rank would step on its own gradients, and the "
+    "replicas part",
+    "put allreduce() into the chain",
+)
+
+
+def check(stages: Sequence[Stage], rules: Sequence[Rule] = RULES) -> list[Violation]:
     """All rules that a flat chain breaks, the most telling first; none for a chain that passes."""
     flow = Flow(tuple(stages))
     found = []
-    for rule in RULES:
+    for rule in rules:
         for positions in rule.find(flow):
             names = [flow.stages[i].code().removeprefix("gx.") for i in positions]
             names += [""] * (2 - len(names))
