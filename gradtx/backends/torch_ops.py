@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradtx.backends.selection import largest_magnitudes
 from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
 
@@ -115,21 +116,11 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     Exact; ties go to the lowest index; NaN counts as larger than everything.
     """
     n = x.shape[-1]
-    if k == n:
-        return torch.arange(n, device=x.device).expand(x.shape).contiguous()
-    magnitude = x.abs()
+    if k in (0, n):
+        return torch.arange(k, device=x.device).expand(*x.shape[:-1], k).contiguous()
     if x.device.type != "cpu":
-        order = magnitude.sort(stable=True, dim=-1, descending=True).indices
+        order = x.abs().sort(stable=True, dim=-1, descending=True).indices
         return order[..., :k].sort(-1).values
-    rows = magnitude.reshape(-1, n)
-    chosen = [_top_k_row(row, k) for row in rows]
+    rows = x.detach().contiguous().reshape(-1, n).numpy()
+    chosen = [torch.from_numpy(largest_magnitudes(row, k)) for row in rows]
     return torch.stack(chosen).reshape(*x.shape[:-1], k)
-
-
-def _top_k_row(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    threshold = magnitude.topk(k, sorted=False).values.amin()
-    if threshold.isnan():
-        return magnitude.sort(stable=True, descending=True).indices[:k].sort().values
-    above = magnitude.gt(threshold).logical_or_(magnitude.isnan()).nonzero().squeeze(-1)
-    tied = magnitude.eq(threshold).nonzero().squeeze(-1)[: k - above.numel()]
-    return torch.cat((above, tied)).sort().values

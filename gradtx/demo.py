@@ -1,0 +1,486 @@
+"""``python -m gradtx demo``: a small network trained on two local ranks, dense and compressed.
+
+The task is scikit-learn's bundled digits: 1797 images of 8 x 8 pixels, 540 of them held out. `train`
+is the part to read: it is a training loop under mixed precision, with the three lines that gradtx
+adds to it. All else here loads data, starts processes and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gradtx as gx
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+BATCH = 64
+PEAK_LEARNING_RATE = 0.4
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+TIME_LIMIT = 900.0  # seconds, for the whole demo
+
+
+def chains(ratio: float) -> dict[str, gx.Chain]:
+    """The two ways to synchronise gradients that the demo compares.
+
+    Args:
+        ratio: the share of each compressed leaf's values to send, in (0, 1].
+    """
+    return {
+        "dense": gx.chain(gx.unscale(), gx.allreduce()),
+        "compressed": gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(ratio), gx.ef(), gx.allreduce()),
+    }
+
+
+def network() -> nn.Sequential:
+    """Three convolutions with BatchNorm and two linear layers: 40,506 parameters."""
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    head = [nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)]
+    halve = nn.MaxPool2d(2)
+    return nn.Sequential(*block(1, 16), *block(16, 32), halve, *block(32, 64), halve, *head)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training run came to.
+
+    Attributes:
+        chain: which of `chains`.
+        accuracy: on the held-out images, in percent.
+        wire_bytes: bytes that rank 0 put on the link in a step, mean over the steps.
+        dense_bytes: bytes that a dense FP32 ring all-reduce would have put there.
+        seconds: for the training loop alone.
+        identical: all ranks ended with the same bits in all parameters and buffers.
+    """
+
+    chain: str
+    accuracy: float
+    wire_bytes: float
+    dense_bytes: float
+    seconds: float
+    identical: bool
+
+
+def train(
+    name: str, tx: gx.Chain, data: Digits, seed: int, epochs: int, on_epoch: Callable[[], None]
+) -> Run:
+    """Trains on this rank's part of every batch, in step with the other ranks.
+
+    Args:
+        name: of the chain, for the `Run`.
+        tx: how gradients are synchronised.
+        data: the same on all ranks.
+        seed: of the initial weights and the order of the images.
+        epochs: how often each image is seen.
+        on_epoch: called after each epoch.
+    """
+    torch.manual_seed(seed)
+    model = network()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer, schedule = optimizer_for(model, epochs * data.batches)
+    pipe = gx.Pipeline(tx, model, scaler=scaler)  # 1: once, before the loop
+    reports = []
+    start = time.perf_counter()
+    for epoch in range(epochs):
+        for images, labels in data.epoch(1000 * seed + epoch):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+            scaler.scale(loss).backward()
+            reports.append(pipe.sync(optimizer))  # 2: between backward and step
+            scaler.step(optimizer)
+            scaler.update()
+            if reports[-1].ready:
+                schedule.step()
+        on_epoch()
+    seconds = time.perf_counter() - start
+    pipe.sync_buffers()  # 3: before evaluating or saving
+    return Run(
+        name,
+        accuracy(model, data),
+        wire_bytes=statistics.fmean(report.wire_bytes for report in reports),
+        dense_bytes=statistics.fmean(report.dense_bytes for report in reports),
+        seconds=seconds,
+        identical=replicas_identical(model),
+    )
+
+
+def optimizer_for(
+    model: nn.Module, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Plain SGD whose learning rate rises for a fifth of the steps and then falls to nearly zero."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, PEAK_LEARNING_RATE, total_steps=steps + 1, pct_start=0.2, cycle_momentum=False
+    )
+    return optimizer, schedule
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Digits) -> float:
+    """The share of the held-out images that the model gets right, in percent."""
+    model.eval()
+    right = model(data.test_images).argmax(1) == data.test_labels
+    return 100 * float(right.double().mean())
+
+
+def replicas_identical(model: nn.Module) -> bool:
+    """Says whether all ranks hold the same bits in every parameter and buffer."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return len(set(digests)) == 1
+
+
+class Digits(NamedTuple):
+    """The data, the same on all ranks: images float32 ``[n, 1, 8, 8]`` in 0..1, labels int64 ``[n]``."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    @classmethod
+    def load(cls) -> Digits:
+        """Reads the images that come with scikit-learn, always split in the same way."""
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        digits = load_digits()
+        images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
+        labels = torch.from_numpy(digits.target).long()
+        train, test = train_test_split(
+            range(len(labels)), test_size=540, stratify=digits.target, random_state=0
+        )
+        return cls(images[train], labels[train], images[test], labels[test])
+
+    @property
+    def batches(self) -> int:
+        """How many full batches there are in an epoch."""
+        return len(self.train_labels) // BATCH
+
+    def epoch(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of each batch, in an order that all ranks draw alike."""
+        order = torch.randperm(
+            len(self.train_labels), generator=torch.Generator().manual_seed(seed)
+        )
+        for batch in order.split(BATCH)[: self.batches]:
+            mine = batch[dist.get_rank() :: dist.get_world_size()]
+            yield self.train_images[mine], self.train_labels[mine]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run."""
+
+    ranks: int
+    seeds: int
+    epochs: int
+    ratio: float
+
+
+# What rank 0 tells the parent: a run that has ended, or None after each epoch.
+Message = Run | None
+
+
+def rank_main(rank: int, settings: Settings, rendezvous: str, outbox: Any) -> None:
+    """All that one rank does.
+
+    Args:
+        rank: its number.
+        settings: the same on all ranks.
+        rendezvous: a path, in an empty folder, that the ranks find each other by.
+        outbox: the queue that rank 0 puts every `Message` into.
+    """
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    store = dist.FileStore(rendezvous, settings.ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=settings.ranks, timeout=COLLECTIVE_TIMEOUT
+    )
+
+    def tell(message: Message) -> None:
+        if rank == 0:
+            outbox.put(message)
+
+    data = Digits.load()
+    for seed in range(settings.seeds):
+        for name, tx in chains(settings.ratio).items():
+            tell(train(name, tx, data, seed, settings.epochs, lambda: tell(None)))
+    dist.destroy_process_group()
+
+
+def run_ranks(settings: Settings) -> Iterator[Message]:
+    """Starts the ranks and hands on what rank 0 tells; no rank outlives this generator.
+
+    Raises:
+        TimeoutError: if they take longer than `TIME_LIMIT`.
+        torch.multiprocessing.ProcessRaisedException: if a rank raises; its traceback is in the text.
+        torch.multiprocessing.ProcessExitedException: if a rank dies otherwise.
+    """
+    deadline = time.monotonic() + TIME_LIMIT
+    inbox = mp.get_context("spawn").SimpleQueue()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(settings, str(Path(folder, "rendezvous")), inbox) as ranks,
+    ):
+        ended = False
+        while not ended:
+            ended = ranks.join(timeout=0.1)
+            while not inbox.empty():
+                yield inbox.get()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the ranks have not ended in {TIME_LIMIT:.0f} s")
+
+
+@contextmanager
+def started(settings: Settings, rendezvous: str, outbox: Any) -> Iterator[mp.ProcessContext]:
+    """The ranks as processes, which are stopped when the block is left."""
+    arguments = (settings, rendezvous, outbox)
+    ranks = mp.spawn(rank_main, arguments, nprocs=settings.ranks, join=False, daemon=True)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.processes:
+            process.terminate()
+        for process in ranks.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def collect(settings: Settings, console: Console) -> list[Run]:
+    """Runs the ranks to their end, with one line of progress; one line a run if not on a terminal."""
+    from rich.progress import Progress
+
+    runs: list[Run] = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=2 * settings.seeds * settings.epochs)
+        describe(progress, task, runs, settings)
+        for message in run_ranks(settings):
+            if message is None:
+                progress.advance(task)
+                continue
+            runs.append(message)
+            describe(progress, task, runs, settings)
+            if not console.is_terminal:
+                seed = (len(runs) + 1) // 2
+                console.print(f"{message.chain}, seed {seed}: {message.accuracy:.2f} %")
+    return runs
+
+
+def describe(progress: Progress, task: Any, runs: list[Run], settings: Settings) -> None:
+    """Says on the line of progress which run is on."""
+    names = list(chains(settings.ratio))
+    seed = min(len(runs) // 2 + 1, settings.seeds)
+    text = f"{names[len(runs) % 2]}, seed {seed} of {settings.seeds}"
+    progress.update(task, description=text)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The runs of one chain, over all seeds.
+
+    Attributes:
+        chain: as code.
+        accuracy: of each run, in percent.
+        wire_bytes: a step and rank, mean over all steps.
+        dense_bytes: what a dense FP32 ring all-reduce would take.
+        seconds: of a run, mean.
+    """
+
+    chain: str
+    accuracy: list[float]
+    wire_bytes: float
+    dense_bytes: float
+    seconds: float
+
+    @classmethod
+    def of(cls, code: str, runs: list[Run]) -> Summary:
+        """Sums up runs of one chain."""
+        return cls(
+            code,
+            [run.accuracy for run in runs],
+            statistics.fmean(run.wire_bytes for run in runs),
+            statistics.fmean(run.dense_bytes for run in runs),
+            statistics.fmean(run.seconds for run in runs),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean accuracy over seeds, in percent."""
+        return statistics.fmean(self.accuracy)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than the dense FP32 ring all-reduce."""
+        return self.dense_bytes / self.wire_bytes
+
+
+def summarise(settings: Settings, runs: list[Run]) -> dict[str, Summary]:
+    """The runs summed up by chain."""
+    return {
+        name: Summary.of(tx.code(), [run for run in runs if run.chain == name])
+        for name, tx in chains(settings.ratio).items()
+    }
+
+
+def table(summaries: dict[str, Summary]) -> Table:
+    """The summaries as a table, a row a chain."""
+    from rich.table import Table
+
+    out = Table("chain")
+    for title in ("test accuracy", "bytes a step", "ratio", "time a run"):
+        out.add_column(title, justify="right", no_wrap=True)
+    for summary in summaries.values():
+        out.add_row(
+            summary.chain.replace("gx.", ""),
+            with_spread(summary.accuracy),
+            f"{summary.wire_bytes:,.0f}",
+            f"{summary.ratio:.1f} ×",
+            f"{summary.seconds:.1f} s",
+        )
+    return out
+
+
+def with_spread(values: list[float]) -> str:
+    """Mean and standard deviation of percentages."""
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread} %"
+
+
+def difference(summaries: dict[str, Summary]) -> float:
+    """How many points of accuracy the compressed runs have over the dense ones."""
+    return summaries["compressed"].mean - summaries["dense"].mean
+
+
+def write_json(
+    path: Path, settings: Settings, summaries: dict[str, Summary], identical: bool
+) -> None:
+    """Writes all results to a file."""
+    rows = {name: {**vars(s), "ratio": s.ratio} for name, s in summaries.items()}
+    results = {
+        **vars(settings),
+        "chains": rows,
+        "difference_points": difference(summaries),
+        "replicas_identical": identical,
+    }
+    path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of the demo.
+
+    Args:
+        parser: of the subcommand.
+    """
+    add = parser.add_argument
+    add("--seeds", type=whole_number(1), help="training runs a chain (3; with --quick 1)")
+    add("--epochs", type=whole_number(1), help="epochs a run (20; with --quick 6)")
+    add("--ranks", type=whole_number(2, BATCH // 4), default=2, help="processes (2)")
+    add("--ratio", type=float, default=0.01, help="share of values that topk sends (0.01)")
+    add("--quick", action="store_true", help="a short run, for CI")
+    add("--json", type=Path, metavar="FILE", help="write all results to FILE")
+
+
+def whole_number(least: int, most: int = 10**6) -> Callable[[str], int]:
+    """An argparse type: a whole number within bounds."""
+
+    def convert(text: str) -> int:
+        number = int(text)
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{number} is not in {least}..{most}")
+        return number
+
+    convert.__name__ = "whole number"
+    return convert
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the demo.
+
+    Args:
+        args: what `add_arguments` declares.
+
+    Returns:
+        The exit status: 0; 1 if the replicas have come apart or a rank has failed; 2 for unusable
+        arguments or missing packages; 130 when interrupted.
+    """
+    try:
+        require_extras()
+        settings = settings_from(args)
+        return report(settings, args.json)
+    except (ImportError, ValueError) as error:
+        print(f"gradtx demo: {error}", file=sys.stderr)
+        return 2
+    except (mp.ProcessRaisedException, mp.ProcessExitedException, TimeoutError) as error:
+        print(f"gradtx demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gradtx demo: interrupted", file=sys.stderr)
+        return 130
+
+
+def require_extras() -> None:
+    """Refuses to start without the packages that only the demo needs."""
+    packages = {"rich": "rich", "sklearn": "scikit-learn"}
+    missing = [packages[name] for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"{' and '.join(missing)} not found: pip install 'gradtx[demo]'")
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """The settings that the options ask for."""
+    chains(args.ratio)  # refuses a ratio that topk cannot take
+    seeds, epochs = (1, 6) if args.quick else (3, 20)
+    return Settings(args.ranks, args.seeds or seeds, args.epochs or epochs, args.ratio)
+
+
+def report(settings: Settings, json_path: Path | None) -> int:
+    """Trains, prints the table and the verdict, and writes the results; gives the exit status."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    start = time.perf_counter()
+    runs = collect(settings, console)
+    summaries = summarise(settings, runs)
+    identical = all(run.identical for run in runs)
+    console.print(table(summaries))
+    console.print(
+        f"{settings.ranks} ranks, {settings.seeds} seeds, {time.perf_counter() - start:.0f} s; "
+        f"compressed against dense: {difference(summaries):+.2f} points; "
+        f"replicas identical: {'yes' if identical else 'NO'}",
+        soft_wrap=True,
+    )
+    if json_path is not None:
+        write_json(json_path, settings, summaries, identical)
+    return 0 if identical else 1
