@@ -123,3 +123,33 @@ def pack_bits(bits: Array) -> Array:
 def unpack_bits(data: Array, n: int) -> Array:
     """The inverse of `pack_bits`: the first `n` bools."""
     return jnp.unpackbits(data, axis=-1, count=n, bitorder="little").astype(jnp.bool_)
+
+
+def random_key(*words: int | Array) -> Array:
+    """A 0-d uint32 mixed from whole numbers, the same bits as on the torch side."""
+    key = jnp.zeros((), jnp.uint32)
+    for word in words:
+        bits = jnp.uint32(word % 2**32) if isinstance(word, int) else word.astype(jnp.uint32)
+        key = _mix(_mix(key ^ bits) + jnp.uint32(_GOLDEN))
+    return key
+
+
+def random_bits(key: Array, n: int, like: Array) -> Array:
+    """`n` uint32 numbers, uniform over all bit patterns, a function of the key alone."""
+    del like
+    counter = jnp.arange(n, dtype=jnp.uint32)
+    return _mix(_mix(counter ^ key) + _mix(key + jnp.uint32(_GOLDEN)))
+
+
+def uniform(key: Array, n: int, like: Array) -> Array:
+    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``."""
+    return (random_bits(key, n, like) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+_GOLDEN = 0x9E3779B9
+
+
+def _mix(x: Array) -> Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

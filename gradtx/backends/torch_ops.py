@@ -124,3 +124,50 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     rows = x.detach().contiguous().reshape(-1, n).numpy()
     chosen = [torch.from_numpy(largest_magnitudes(row, k)) for row in rows]
     return torch.stack(chosen).reshape(*x.shape[:-1], k)
+
+
+def random_key(*words: int | torch.Tensor) -> torch.Tensor:
+    """A 0-d int32 mixed from whole numbers, the same bits as on the JAX side.
+
+    Args:
+        *words: Python numbers (taken modulo 2**32) or 0-d int32 tensors.
+    """
+    key = torch.zeros((), dtype=torch.int32)
+    for word in words:
+        if not isinstance(word, torch.Tensor):
+            word = torch.tensor(_signed(word), dtype=torch.int32)
+        key = _mix(_mix(key ^ word.cpu()) + _signed(_GOLDEN))
+    return key
+
+
+def random_bits(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
+    """`n` int32 numbers, uniform over all bit patterns, a function of the key alone.
+
+    Args:
+        key: from `random_key`.
+        n: how many, below 2**32.
+        like: a tensor on the device to use.
+    """
+    key = key.to(like.device)
+    counter = torch.arange(n, device=like.device).to(torch.int32)
+    return _mix(_mix(counter ^ key) + _mix(key + _signed(_GOLDEN)))
+
+
+def uniform(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
+    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``."""
+    return ((random_bits(key, n, like) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+_GOLDEN = 0x9E3779B9
+
+
+def _signed(word: int) -> int:
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    # A bijection of 32 bits in which every input bit changes every output bit half of the time
+    # (the constants are from C. Wellons, "Prospecting for Hash Functions", 2018).
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)

@@ -20,7 +20,6 @@ class Signs(Payload):
     """
 
     children = ("bits", "scale")
-    form = "signs"
     bits: Array
     scale: Array
 

@@ -24,7 +24,6 @@ class Sparse(Payload):
 
     children = ("values", "indices")
     codecs = {"indices": "index"}  # noqa: RUF012
-    form = "sparse"
     values: Any
     indices: Array
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
-    Bare,
+    Feedback,
     Filter,
     apply_if_finite,
-    error_feedback,
     masked,
     run,
 )
@@ -99,7 +98,9 @@ class Chain(Transformation):
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ChainState]:
         layout = state.layout
-        context = Context(layout, self._shared_code)
+        exchange = self.exchange
+        rank = 0 if exchange is None else exchange.rank
+        context = Context(layout, self._shared_code, rank=rank, alone=exchange is None)
         with telling_others(find_exchange(self.core, state.states), context):
             leaves = layout.match(updates)
             if any(leaf is None for leaf in leaves):
@@ -248,8 +249,8 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
         if part.stage.kind is Kind.COMPRESSOR:
             compressors.append(part)
             continue
-        if isinstance(part, Bare) and part.stage.kind is Kind.FEEDBACK and compressors:
-            keep(error_feedback(*compressors))
+        if isinstance(part, Feedback) and compressors:
+            keep(part.over(*compressors))
             compressors = []
             continue
         keep(*compressors)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import decode_leaves
+from gradtx.core.payload import Payload, decode_leaves
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Transformation, finite_flag, flat
 from gradtx.core.tree import (
@@ -41,6 +41,18 @@ class Bare(Transformation):
         super().__init__(stage, refuse, refuse)
 
 
+class Feedback(Bare):
+    """A stage that takes hold of the run of compressors to its left.
+
+    Attributes:
+        over: makes the combinator of it, given the compressors.
+    """
+
+    def __init__(self, stage: Stage, over: Callable[..., Transformation], instead: str) -> None:
+        super().__init__(stage, instead)
+        self.over = over
+
+
 class Filter(Bare):
     """A stage that marks leaves; the compressors to its right are masked by its predicate."""
 
@@ -59,11 +71,22 @@ def run(
     extra: dict[str, Any],
 ) -> tuple[PyTree, tuple[Any, ...]]:
     """The updates through all parts, one after the other, and the new states."""
-    new = []
+    new: list[Any] = []
     for part, state in zip(parts, states, strict=True):
         updates, state = part.step(updates, state, params, **extra)
+        if part.stage.kind is Kind.EXCHANGE:
+            new = settled(parts[: len(new)], new, extra["context"].progress.settled)
         new.append(state)
     return updates, tuple(new)
+
+
+def settled(
+    parts: Sequence[Transformation], states: Sequence[Any], payloads: Mapping[int, Payload]
+) -> list[Any]:
+    """The states after the exchange has told what was sent."""
+    if not payloads:
+        return list(states)
+    return [part.settle(state, payloads) for part, state in zip(parts, states, strict=True)]
 
 
 def call(name: str, parts: Sequence[Transformation], *arguments: str) -> Callable[[bool], str]:
@@ -127,8 +150,9 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         )
     stage = Stage("ef", Kind.FEEDBACK, stateful=True, over=len(compressors) or None)
     if not compressors:
-        return Bare(
+        return Feedback(
             stage,
+            error_feedback,
             "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
         )
     parts = flat(compressors)
@@ -162,17 +186,32 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         residual = unflatten(residual_spec, new)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
+    def settle(state: ErrorFeedbackState, payloads: Mapping[int, Payload]) -> ErrorFeedbackState:
+        residuals, treespec = flatten(state.residual)
+        for i, payload in payloads.items():
+            residuals[i] = settled_residual(residuals[i], payload)
+        inner_states = tuple(settled(parts, state.inner_states, payloads))
+        return ErrorFeedbackState(unflatten(treespec, residuals), inner_states)
+
     return Transformation(
         stage,
         init,
         update,
         stages=(*(s for part in parts for s in part.stages), stage),
         parts=parts,
+        settle=settle,
         code=call("error_feedback", parts),
     )
 
 
 ef = error_feedback
+
+
+def settled_residual(residual: Array, payload: Payload) -> Array:
+    """The residual less what the exchange has sent of it."""
+    ops = backends.of(residual)
+    sent = ops.cast(payload.decode(), ops.dtype_name(residual))
+    return residual - ops.reshape(sent, tuple(residual.shape))
 
 
 def _zero_residual(leaf: Array) -> Array:
@@ -270,6 +309,10 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         ]
         return unflatten(treespec, merged), MaskedState(state.mask, inner_state)
 
+    def settle(state: MaskedState, payloads: Mapping[int, Payload]) -> MaskedState:
+        own = {i: payload for i, payload in payloads.items() if state.mask.selected[i]}
+        return MaskedState(state.mask, part.settle(state.inner_state, own))
+
     argument = Argument("predicate", predicate)
     stage = replace(part.stage, name="masked", arguments=(argument,))
     return Transformation(
@@ -278,6 +321,7 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         update,
         stages=part.stages,
         parts=(part,),
+        settle=settle,
         code=call("masked", (part,), repr(predicate)),
     )
 

@@ -16,14 +16,24 @@ class Payload:
     ``"float32"``, or ``"float64"`` for FP64 leaves), and registers itself with `register_payload`.
     All shapes follow from `shape` and the compressor's hyperparameters, never from the values.
 
+    A gathered payload, the ordinary kind, is sent to all ranks, and their decoded values are added. A
+    payload with ``summed = True`` is never sent as it is: the ranks sum its `summand`, once or several
+    times (see `receive`).
+
     Attributes:
+        children: the array fields, in the order of the constructor.
+        codecs: how a field is sent: ``"index"`` for strictly increasing positions in the leaf,
+            ``"local"`` for what is not sent; by default as its bytes.
+        summed: whether ranks sum its `summand` rather than gather it.
+        late: of a summed payload, whether `decode` is right only after the last round.
         shape: the shape of the dense leaf.
         dtype: the dtype that `decode` gives.
     """
 
     children: ClassVar[tuple[str, ...]] = ()
     codecs: ClassVar[dict[str, str]] = {}
-    form: ClassVar[str] = "payload"
+    summed: ClassVar[bool] = False
+    late: ClassVar[bool] = False
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,6 +57,23 @@ class Payload:
     def decode(self) -> Any:
         """The dense leaf as one flat axis of `size` values."""
         raise NotImplementedError
+
+    def summand(self) -> Any:
+        """What the ranks sum in the next round, flat; None once there is no further round."""
+        return None
+
+    def receive(self, total: Any, size: int) -> Payload:
+        """The payload after a round: its next `summand`, or, at the end, the mean in `decode`.
+
+        Args:
+            total: the sum of `summand` over ranks.
+            size: how many ranks there are.
+        """
+        raise NotImplementedError
+
+    def combined(self, total: Any) -> Any:
+        """The result, where it is not the sum of the decoded values (`total`) of all ranks."""
+        return None
 
     def with_values(self, values: Any) -> Payload:
         """This payload with its float child replaced, by an array or a further payload."""
@@ -79,7 +106,6 @@ class Joined(Payload):
     children = ("payload", "parts")
     payload: Payload
     parts: Parts
-    form = "sparse"
 
     @property
     def values(self) -> Any:
@@ -119,8 +145,6 @@ register_node(Parts, static=("leaves",))
 @register_payload
 class Member(Payload):
     """A leaf whose values are in the `Joined` payload at another place of the tree."""
-
-    form = "sparse"
 
     def decode(self) -> Any:
         """Refuses: the values are in the `Joined` payload."""

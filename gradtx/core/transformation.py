@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.tree import Array, Info, Layout, PyTree, cast_like, parameters_of
 
 InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
+SettleFn = Callable[[Any, Mapping[int, Payload]], Any]
 
 
 class EmptyState(NamedTuple):
@@ -26,11 +28,13 @@ class Progress:
     Attributes:
         sent: this rank has begun to talk to the others.
         absent: for each leaf, whether no rank has a gradient for it, as far as known.
+        settled: by position, the payloads whose values are known only after the exchange.
     """
 
     def __init__(self) -> None:
         self.sent = False
         self.absent: tuple[bool, ...] = ()
+        self.settled: dict[int, Payload] = {}
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,16 @@ class Context:
         code: the chain as code, without what differs between ranks.
         absent: for each leaf, in the order of the layout, whether this rank has no gradient for it
             (zeros stand in); empty if all are there.
+        rank: this rank's number in the exchange.
+        alone: there is no exchange to come.
         progress: how far the step has come.
     """
 
     layout: Layout
     code: str
     absent: tuple[bool, ...] = ()
+    rank: int = 0
+    alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
 
 
@@ -63,6 +71,8 @@ class Transformation:
             16-bit leaves as FP32: the cast back to the leaf's dtype is made once, at the end.
         stages: the stages as the order checker sees them, if there are several.
         parts: of a combinator, the transformations inside.
+        settle: ``settle(state, payloads) -> state``, called after the exchange if there are payloads
+            whose values are known only then, with those, by position of the leaf.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
     """
 
@@ -74,11 +84,13 @@ class Transformation:
         *,
         stages: tuple[Stage, ...] | None = None,
         parts: tuple[Transformation, ...] = (),
+        settle: SettleFn | None = None,
         code: Callable[[bool], str] | None = None,
     ) -> None:
         self.stage = stage
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
+        self.settle: SettleFn = settle or (lambda state, payloads: state)
         self.setup: InitFn = init or (lambda params, info: EmptyState())
         self.step: UpdateFn = update
         self._code = code or (lambda local: stage.code(local=local))
@@ -166,6 +178,11 @@ class Exchange(Transformation):
     def group(self) -> Any:
         """The ranks it talks to."""
         raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return int(self.group.rank)
 
     def fail(self, state: Any, context: Context, error: Exception) -> None:
         """Tells the other ranks, in the message they wait for, that this one has failed."""

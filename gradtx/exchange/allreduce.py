@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,12 +13,13 @@ import torch
 from gradtx import backends
 from gradtx.core.combinators import judge
 from gradtx.core.errors import RankMismatchError
+from gradtx.core.payload import Payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
 from gradtx.core.tree import Array, Info, PyTree, flatten, unflatten
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
-from gradtx.exchange.incoming import exchange
+from gradtx.exchange.incoming import exchange, further_rounds
 from gradtx.exchange.outgoing import Outgoing, Sizes
 from gradtx.wire import Header
 
@@ -133,9 +135,11 @@ class Allreduce(Exchange):
         totals, flags = exchange(group, outgoing, header, message, buffers)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
-        divisor = group.size if self._op == "mean" else 1
+        summed = further_rounds(group, outgoing, totals)
+        context.progress.settled = {i: p for i, p in summed.items() if p.late}
+        results = self._results(group, outgoing, totals, summed)
         out = [
-            None if leaf is None else (totals[i] / divisor).reshape(leaf.shape)
+            None if leaf is None else results[i].reshape(leaf.shape)
             for i, leaf in enumerate(leaves)
         ]
         tree = unflatten(treespec, out)
@@ -143,6 +147,23 @@ class Allreduce(Exchange):
         if finite is not None and good:
             good = judge(tree, context)
         return tree, AllreduceState(state.count + 1, good)
+
+    def _results(
+        self,
+        group: Group,
+        outgoing: Outgoing,
+        totals: Mapping[int, torch.Tensor],
+        summed: Mapping[int, Payload],
+    ) -> dict[int, torch.Tensor]:
+        divisor = group.size if self._op == "mean" else 1
+        results = {i: total / divisor for i, total in totals.items()}
+        for i, payload in summed.items():
+            results[i] = payload.decode().to(outgoing.dtype(i)) * (group.size // divisor)
+        for (i, *_), payload in zip(outgoing.places, outgoing.payloads, strict=True):
+            combined = payload.combined(totals[i])
+            if combined is not None:
+                results[i] = combined
+        return results
 
     def _agree(self, group: Group, context: Context, step: int, sizes: Sizes) -> None:
         key = _key(context)

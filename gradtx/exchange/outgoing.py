@@ -71,32 +71,35 @@ class Outgoing:
         payloads: those that travel compressed, in path order.
         places: for each of them, the positions of its leaves.
         packing: how they are laid into segments.
+        summed: by position, the payloads whose summands travel with the dense leaves.
     """
 
     def __init__(self, leaves: Sequence[Any], context: Context, size: int, algorithm: str) -> None:
         self._layout = context.layout
         order = context.layout.by_path
         self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
-        payloads = {
+        found = {
             i: leaves[i]
             for i in order
             if isinstance(leaves[i], Payload) and not isinstance(leaves[i], Member)
         }
+        self.summed = {i: payload for i, payload in found.items() if payload.summed}
+        payloads = {i: payload for i, payload in found.items() if not payload.summed}
         chosen = _worth_it(payloads, len(leaves), size, algorithm)
         self.payloads = [payloads[i] for i in chosen]
         self.places = [_places(i, payloads[i]) for i in chosen]
         self.packing = Packing(self.payloads)
-        gathered = {i for places in self.places for i in places}
-        rest = decode_leaves([None if i in gathered else x for i, x in enumerate(leaves)])
-        self._dense = {
-            i: widen(rest[i]) for i in order if rest[i] is not None and i not in gathered
-        }
+        elsewhere = {i for places in self.places for i in places} | set(self.summed)
+        rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
+        dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
+        summands = {i: payload.summand() for i, payload in self.summed.items()}
+        self._parts = {i: part for i in order if (part := (dense | summands).get(i)) is not None}
 
     @cached_property
     def dense_places(self) -> dict[str, list[int]]:
-        """The positions of the leaves that travel dense, in path order, by accumulation dtype."""
+        """The positions of the leaves that are summed, in path order, by accumulation dtype."""
         places: dict[str, list[int]] = {}
-        for i in self._dense:
+        for i in self._parts:
             dtype = accumulation_dtype(self._layout.leaves[i].dtype or "float32")
             places.setdefault(dtype, []).append(i)
         if not places and not self.payloads:
@@ -109,9 +112,9 @@ class Outgoing:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 
-    def size(self, position: int) -> int:
-        """How many values a leaf has."""
-        return self._layout.leaves[position].size
+    def length(self, position: int) -> int:
+        """How many values of a leaf, or of what is sent in its place, are summed."""
+        return int(self._parts[position].numel())
 
     def is_absent(self, position: int, header: Header) -> bool:
         """Whether the rank that sent a header has no gradient for a leaf."""
@@ -124,7 +127,7 @@ class Outgoing:
             len(self.absent),
             tuple(self.packing.sizes) if self.payloads else None,
             tuple(
-                (dtype, sum(self._layout.leaves[i].size for i in places))
+                (dtype, sum(map(self.length, places)))
                 for dtype, places in self.dense_places.items()
             ),
         )
@@ -141,7 +144,7 @@ class Outgoing:
         slots = self.sizes.slots(size)
         out: list[torch.Tensor] = []
         for dtype, places in self.dense_places.items():
-            parts: list[Array] = [self._dense[i].reshape(-1) for i in places]
+            parts: list[Array] = [self._parts[i].reshape(-1) for i in places]
             if slots is not None and not out:
                 device = parts[0].device if parts else None
                 kind = getattr(torch, dtype)
