@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        check_form(stage, flatten(updates)[0])
         return map_leaves(lambda leaf: encode_leaf(leaf, encode), updates), state
 
     return Transformation(stage, None, update)
@@ -49,8 +50,8 @@ class RandomState(NamedTuple):
     """The state of a compressor that draws random numbers.
 
     Attributes:
-        count: 0-d int32: steps so far; with the seed, the leaf's path and the rank it is all that the
-            numbers depend on.
+        count: 0-d int32: steps so far; with the seed, the compressor's name, the leaf's path and
+            the rank it is all that the numbers depend on.
     """
 
     count: Array
@@ -85,10 +86,13 @@ def random_compressor(
         context: Context | None = extra.get("context")
         rank = 0 if shared or context is None else context.rank
         paths, leaves, treespec = flatten_with_paths(updates)
+        check_form(stage, leaves)
         ops = backends.of(state.count)
         out = []
         for path, leaf in zip(paths, leaves, strict=True):
-            key = ops.random_key(seed, zlib.crc32(path.encode()), rank, state.count)
+            # The name, so that two compressors of one seed in a chain draw independently.
+            leaf_word = zlib.crc32(f"{stage.name} {path}".encode())
+            key = ops.random_key(seed, leaf_word, rank, state.count)
             out.append(leaf if leaf is None else encode_leaf(leaf, partial(_with_key, encode, key)))
         return unflatten(treespec, out), RandomState(state.count + 1)
 
@@ -102,6 +106,17 @@ def _with_key(
     shape: tuple[int, ...],
 ) -> Payload:
     return encode(flat, shape, key)
+
+
+def check_form(stage: Stage, leaves: Sequence[Any]) -> None:
+    """Refuses payloads where a stage takes dense leaves only.
+
+    Raises:
+        TypeError: naming the first of them.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Payload) and stage.takes == {"dense"}:
+            raise TypeError(f"{stage.code()} takes dense leaves only, got {leaf!r}")
 
 
 def encode_leaf(leaf: Any, encode: Encode) -> Payload:

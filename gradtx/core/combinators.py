@@ -158,7 +158,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
     parts = flat(compressors)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
-        residual = map_leaves(_zero_residual, params)
+        residual = map_leaves(zero_residual, params)
         return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
 
     def update(
@@ -166,7 +166,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
     ) -> tuple[PyTree, ErrorFeedbackState]:
         leaves, treespec = flatten(updates)
         residuals, residual_spec = flatten(state.residual)
-        absent = _absent(leaves, extra.get("context"))
+        absent = absent_here(leaves, extra.get("context"))
         corrected = [
             leaf if skip else widen(leaf) + residual
             for leaf, residual, skip in zip(leaves, residuals, absent, strict=True)
@@ -214,12 +214,14 @@ def settled_residual(residual: Array, payload: Payload) -> Array:
     return residual - ops.reshape(sent, tuple(residual.shape))
 
 
-def _zero_residual(leaf: Array) -> Array:
+def zero_residual(leaf: Array) -> Array:
+    """Zeros like a leaf, in its accumulation dtype."""
     ops = backends.of(leaf)
     return ops.zeros(tuple(leaf.shape), accumulation_dtype(ops.dtype_name(leaf)), leaf)
 
 
-def _absent(leaves: Sequence[Any], context: Context | None) -> list[bool]:
+def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
+    """For each leaf, whether this rank has no gradient for it."""
     absent = context.absent if context and context.absent else (False,) * len(leaves)
     return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from gradtx import backends
@@ -12,34 +13,41 @@ class Payload:
     """A compressed leaf.
 
     A subclass names its array fields in `children`, which its constructor takes first, by
-    position, followed by `shape` (of the leaf, dense) and `dtype` (of the decoded values:
-    ``"float32"``, or ``"float64"`` for FP64 leaves), and registers itself with `register_payload`.
-    All shapes follow from `shape` and the compressor's hyperparameters, never from the values.
+    position, followed by those in `static`, `shape` (of the leaf, dense) and `dtype` (of the
+    decoded values: ``"float32"``, or ``"float64"`` for FP64 leaves), and registers itself with
+    `register_payload`. All shapes follow from `shape` and the compressor's hyperparameters, never
+    from the values.
 
-    A gathered payload, the ordinary kind, is sent to all ranks, and their decoded values are added. A
-    payload with ``summed = True`` is never sent as it is: the ranks sum its `summand`, once or several
-    times (see `receive`).
+    A gathered payload, the ordinary kind, is sent to all ranks, and their decoded values are
+    added. A payload with ``summed = True`` is never sent as it is: the ranks sum its `summand`,
+    once or several times (see `receive`).
 
     Attributes:
         children: the array fields, in the order of the constructor.
+        static: hyperparameters that `decode` needs: hashable, compared by value.
         codecs: how a field is sent: ``"index"`` for strictly increasing positions in the leaf,
             ``"local"`` for what is not sent; by default as its bytes.
         summed: whether ranks sum its `summand` rather than gather it.
-        late: of a summed payload, whether `decode` is right only after the last round.
+        late: of a summed payload, whether `decode` is right only after the last round; before that
+            it gives zeros.
+        keeps_zeros: whether a value of zero decodes to zero, so that it may be one of a payload
+            that pads its values.
         shape: the shape of the dense leaf.
         dtype: the dtype that `decode` gives.
     """
 
     children: ClassVar[tuple[str, ...]] = ()
+    static: ClassVar[tuple[str, ...]] = ()
     codecs: ClassVar[dict[str, str]] = {}
     summed: ClassVar[bool] = False
     late: ClassVar[bool] = False
+    keeps_zeros: ClassVar[bool] = False
 
     shape: tuple[int, ...]
     dtype: str
 
     def __init__(self, *fields: Any) -> None:
-        names = (*self.children, "shape", "dtype")
+        names = (*self.children, *self.static, "shape", "dtype")
         for name, value in zip(names, fields, strict=True):
             setattr(self, name, value)
 
@@ -71,6 +79,15 @@ class Payload:
         """
         raise NotImplementedError
 
+    @classmethod
+    def receive_all(
+        cls, payloads: Sequence[Payload], totals: Sequence[Any], size: int
+    ) -> list[Payload]:
+        """`receive` for several payloads of this class, where it pays to treat them together."""
+        return [
+            payload.receive(total, size) for payload, total in zip(payloads, totals, strict=True)
+        ]
+
     def combined(self, total: Any) -> Any:
         """The result, where it is not the sum of the decoded values (`total`) of all ranks."""
         return None
@@ -82,7 +99,7 @@ class Payload:
 
 def register_payload(cls: type[Payload]) -> type[Payload]:
     """Registers a payload class as a pytree node (use it as a class decorator)."""
-    return register_node(cls, cls.children, ("shape", "dtype"))
+    return register_node(cls, cls.children, (*cls.static, "shape", "dtype"))
 
 
 def values_of(payload: Payload) -> Any:

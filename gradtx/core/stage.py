@@ -56,7 +56,7 @@ class Stage:
         needs_reduced: it wants the gradient of all ranks, not of one.
         takes: the forms it accepts (``"dense"``, or the form of a payload); only dense by default.
         gives: the form that leaves a compressor.
-        biased: a compressor that is wrong on average and needs error feedback.
+        biased: a compressor that is wrong on average, and that error feedback can make up for.
         contraction: the error of a compressor is smaller than its input, and what the exchange makes of
             it is linear: without both, feedback would let the residual grow without bound.
         feedback: false where the user wrote ``feedback=False``: goes without, on purpose.

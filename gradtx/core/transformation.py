@@ -47,6 +47,7 @@ class Context:
         absent: for each leaf, in the order of the layout, whether this rank has no gradient for it
             (zeros stand in); empty if all are there.
         rank: this rank's number in the exchange.
+        size: how many ranks the exchange has.
         alone: there is no exchange to come.
         progress: how far the step has come.
     """
@@ -55,6 +56,7 @@ class Context:
     code: str
     absent: tuple[bool, ...] = ()
     rank: int = 0
+    size: int = 1
     alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
 
@@ -71,8 +73,8 @@ class Transformation:
             16-bit leaves as FP32: the cast back to the leaf's dtype is made once, at the end.
         stages: the stages as the order checker sees them, if there are several.
         parts: of a combinator, the transformations inside.
-        settle: ``settle(state, payloads) -> state``, called after the exchange if there are payloads
-            whose values are known only then, with those, by position of the leaf.
+        settle: ``settle(state, payloads) -> state``, called after the exchange if there are
+            payloads whose values are known only then, with those, by position of the leaf.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
     """
 
@@ -184,8 +186,23 @@ class Exchange(Transformation):
         """This rank's number among them."""
         return int(self.group.rank)
 
-    def fail(self, state: Any, context: Context, error: Exception) -> None:
-        """Tells the other ranks, in the message they wait for, that this one has failed."""
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return int(self.group.size)
+
+    def fail(
+        self, state: Any, context: Context, error: Exception, arriving: PyTree | None = None
+    ) -> None:
+        """Tells the other ranks, in the message they wait for, that this one has failed.
+
+        Args:
+            state: the exchange's.
+            context: of the step.
+            error: what went wrong.
+            arriving: a tree like the one that would have arrived, of the same sizes; None if it is
+                not known: the sizes are then taken to be those of the step before.
+        """
         raise NotImplementedError
 
 

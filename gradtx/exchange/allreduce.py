@@ -136,11 +136,12 @@ class Allreduce(Exchange):
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         summed = further_rounds(group, outgoing, totals)
-        context.progress.settled = {i: p for i, p in summed.items() if p.late}
+        late = {i for i, payload in outgoing.summed.items() if payload.late}
+        context.progress.settled = {i: p for i, p in summed.items() if i in late}
         results = self._results(group, outgoing, totals, summed)
         out = [
-            None if leaf is None else results[i].reshape(leaf.shape)
-            for i, leaf in enumerate(leaves)
+            None if leaf is None else results[i].reshape(spec.shape or ())
+            for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
         ]
         tree = unflatten(treespec, out)
         good = torch.tensor(flags.not_finite == 0)
@@ -159,8 +160,8 @@ class Allreduce(Exchange):
         results = {i: total / divisor for i, total in totals.items()}
         for i, payload in summed.items():
             results[i] = payload.decode().to(outgoing.dtype(i)) * (group.size // divisor)
-        for (i, *_), payload in zip(outgoing.places, outgoing.payloads, strict=True):
-            combined = payload.combined(totals[i])
+        for i, payload in outgoing.found.items():
+            combined = payload.combined(totals[i]) if i in totals else None
             if combined is not None:
                 results[i] = combined
         return results
@@ -169,14 +170,22 @@ class Allreduce(Exchange):
         key = _key(context)
         if key not in group.agreements:
             agree(group, context, step)
-            group.agreements[key] = sizes
+        group.agreements[key] = sizes
 
-    def fail(self, state: AllreduceState, context: Context, error: Exception) -> None:
+    def fail(
+        self,
+        state: AllreduceState,
+        context: Context,
+        error: Exception,
+        arriving: PyTree | None = None,
+    ) -> None:
         """Tells the other ranks that this one has failed; they raise `RankMismatchError`."""
         group, text = self.group, f"{type(error).__name__}: {error}"
         if group.size == 1:
             return
         sizes: Sizes | None = group.agreements.get(_key(context))
+        if sizes is not None and arriving is not None:
+            sizes = Outgoing(flatten(arriving)[0], context, group.size, self._algorithm).sizes
         header = replace(_header(context, int(state.count)), error=True)
         with suppress(RankMismatchError):
             if sizes is None:

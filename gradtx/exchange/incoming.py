@@ -71,7 +71,12 @@ def further_rounds(
     done: dict[int, Payload] = {}
     pending = outgoing.summed
     while pending:
-        received = {i: p.receive(totals.pop(i), group.size) for i, p in pending.items()}
+        received: dict[int, Payload] = {}
+        for cls in {type(payload): None for payload in pending.values()}:
+            places = [i for i, payload in pending.items() if type(payload) is cls]
+            sums = [totals.pop(i) for i in places]
+            payloads = cls.receive_all([pending[i] for i in places], sums, group.size)
+            received.update(zip(places, payloads, strict=True))
         summands = {i: p.summand() for i, p in received.items()}
         done.update({i: received[i] for i, summand in summands.items() if summand is None})
         pending = {i: received[i] for i, summand in summands.items() if summand is not None}

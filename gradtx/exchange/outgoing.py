@@ -71,6 +71,7 @@ class Outgoing:
         payloads: those that travel compressed, in path order.
         places: for each of them, the positions of its leaves.
         packing: how they are laid into segments.
+        found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
     """
 
@@ -78,13 +79,13 @@ class Outgoing:
         self._layout = context.layout
         order = context.layout.by_path
         self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
-        found = {
+        self.found: dict[int, Payload] = {
             i: leaves[i]
             for i in order
             if isinstance(leaves[i], Payload) and not isinstance(leaves[i], Member)
         }
-        self.summed = {i: payload for i, payload in found.items() if payload.summed}
-        payloads = {i: payload for i, payload in found.items() if not payload.summed}
+        self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
+        payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
         chosen = _worth_it(payloads, len(leaves), size, algorithm)
         self.payloads = [payloads[i] for i in chosen]
         self.places = [_places(i, payloads[i]) for i in chosen]
@@ -92,6 +93,10 @@ class Outgoing:
         elsewhere = {i for places in self.places for i in places} | set(self.summed)
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
+        for i in dense:
+            # Zeros stand in for a leaf that is not there; a payload may decode to something else.
+            if context.absent and context.absent[i] and isinstance(leaves[i], Payload):
+                dense[i] = torch.zeros_like(dense[i])
         summands = {i: payload.summand() for i, payload in self.summed.items()}
         self._parts = {i: part for i in order if (part := (dense | summands).get(i)) is not None}
 

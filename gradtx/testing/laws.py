@@ -318,12 +318,15 @@ def nothing_lost(
     """L2: results so far + mean residual = mean gradients so far (sums for ``op="sum"``).
 
     Waived where a stage says ``feedback=False``. An unbiased compressor without feedback is not
-    checked: the law holds for it in expectation only.
+    checked: the law holds for it in expectation only. Nor is `momentum_correction`, which keeps and
+    sends velocities: for it the law speaks of their sums.
     """
     chain, params = Anatomy(tx), _given(params)
     feedback = any(stage.kind is Kind.FEEDBACK for stage in chain.stages)
     compressors = [stage for stage in chain.stages if stage.lossy]
     if not all(stage.feedback and (stage.biased or feedback) for stage in compressors):
+        return
+    if any(stage.hyperparameters.get("m") for stage in chain.stages):
         return
     for size in chain.sizes(ranks):
         drawn = _widened(draw_steps(params, size=size, steps=steps, seed=seed))
@@ -414,7 +417,8 @@ def bad_step_leaves_no_trace(
     """L5: on a bad step every rank gives zeros, no state but counters moves, no byte is added.
 
     Counters are 0-d integers and bools. Every leaf has its bad steps, on every rank in turn; a step
-    whose sum over ranks overflows is one too.
+    whose sum over ranks overflows is one too, unless the chain keeps it in range (a majority vote, a
+    local clip).
     """
     chain, params = Anatomy(tx), _given(params)
     if not chain.gated:
@@ -422,12 +426,16 @@ def bad_step_leaves_no_trace(
     for size in chain.sizes(ranks):
         good = draw_steps(params, size=size, steps=max(steps, 2), seed=seed)
         bad = _bad_steps(good[-1], params, True)
+        arriving_bad = len(good) - 1 + len(bad)
         if chain.exchange is not None and size > 1:
             bad += [step for step in _overflows(params, size) if not _is_finite(chain, step)]
         mixed = good[:-1] + bad + good[-1:]
         for rank, one in enumerate(trace(tx, params, mixed, size)):
             for number in range(len(good) - 1, len(mixed) - 1):
                 where = f"rank {rank} of {size}, bad step {number - len(good) + 1}"
+                taken = bool(getattr(one.states[number + 1], "last_finite", False))
+                if number >= arriving_bad and taken and _all_finite(one.outputs[number]):
+                    continue
                 _all_zeros(one.outputs[number], where)
                 before, after = one.states[number], one.states[number + 1]
                 _same_bits(
@@ -758,6 +766,10 @@ def _is_finite(chain: Anatomy, step: Step) -> bool:
     params = step.gradients[0]
     out = trace(chain.dense, params, [step], len(step.gradients))[0].outputs[0]
     return all(bool(x.isfinite().all()) for x in flatten(out)[0] if x is not None)
+
+
+def _all_finite(updates: PyTree) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in _decoded(updates) if leaf is not None)
 
 
 def _all_zeros(updates: PyTree, where: str) -> None:
