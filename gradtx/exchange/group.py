@@ -111,8 +111,18 @@ class Hub:
     """
 
     def __init__(self, size: int, timeout: float) -> None:
-        self.barrier = threading.Barrier(size, timeout=timeout)
-        self.slots: list[torch.Tensor | None] = [None] * size
+        self.size = size
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._rounds: dict[int, dict[int, torch.Tensor]] = {}
+        self._next = [0] * size
+        self._left: set[int] = set()
+
+    def leave(self, rank: int) -> None:
+        """Says that a rank has ended: whoever waits for it from now on waits no longer."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
 
     def swap(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Hands in a tensor; gives those of all ranks, in rank order.
@@ -121,13 +131,20 @@ class Hub:
             TimeoutError: if a rank does not come within the time-out, or has ended.
             ValueError: if shapes or dtypes differ: real backends abort or give garbage there.
         """
-        self.slots[rank] = tensor
-        try:
-            self.barrier.wait()
-            parts = [part for part in self.slots if part is not None]
-            self.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise TimeoutError(f"rank {rank} waited for a rank that did not come") from None
+        with self._changed:
+            number = self._next[rank]
+            self._next[rank] += 1
+            here = self._rounds.setdefault(number, {})
+            here[rank] = tensor
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: len(here) == self.size or self._left - here.keys(), self._timeout
+            )
+            if len(here) < self.size:
+                raise TimeoutError(f"rank {rank} waited for a rank that did not come")
+            if all(position > number for position in self._next):
+                self._rounds.pop(number, None)
+        parts = [here[other] for other in range(self.size)]
         if any((p.shape, p.dtype) != (tensor.shape, tensor.dtype) for p in parts):
             raise ValueError(f"ranks sent tensors of different sizes: {[p.shape for p in parts]}")
         return parts
@@ -143,7 +160,7 @@ class ThreadGroup(Group):
 
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__()
-        self.rank, self.size = rank, len(hub.slots)
+        self.rank, self.size = rank, hub.size
         self._hub = hub
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:

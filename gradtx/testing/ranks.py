@@ -38,15 +38,18 @@ def run_ranks(size: int, fn: Callable[[int], T], *, timeout: float = 30.0) -> li
         with default_group(ThreadGroup(hub, rank) if size > 1 else Group()):
             try:
                 return fn(rank)
-            except BaseException:
-                hub.barrier.abort()
-                raise
+            finally:
+                hub.leave(rank)
 
     with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(call, rank) for rank in range(size)]
         wait(futures)
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        consequences = (TimeoutError, RankMismatchError)
-        raise next((e for e in errors if not isinstance(e, consequences)), errors[0])
+        raise min(errors, key=_consequence)
     return [future.result() for future in futures]
+
+
+def _consequence(error: BaseException) -> int:
+    """Sorts causes before what only follows from another rank's failure."""
+    return 2 if isinstance(error, TimeoutError) else int(isinstance(error, RankMismatchError))
