@@ -40,7 +40,8 @@ class SyncReport:
     Attributes:
         ready: gradients are there to step with.
         skipped: the step was bad on some rank; no state has moved, all gradients are zero.
-        wire_bytes: bytes that this rank put on the link in this step, all copies counted.
+        wire_bytes: bytes that this rank put on the link in this step, all copies counted; the first
+            step has the handshake in it, ``N - 1`` times 1 KiB.
         dense_bytes: bytes that a ring all-reduce of the gradients in FP32 would have put there:
             ``2 (N - 1) / N`` times 4 bytes a value.
     """

@@ -102,7 +102,11 @@ def mean_magnitude(x: Array) -> Array:
     """The mean of ``|x|`` over the last axis; zero for an empty one."""
     if x.shape[-1] == 0:
         return jnp.zeros(x.shape[:-1], x.dtype)
-    return jnp.abs(x).mean(-1)
+    # Scaled by a power of two, which is exact, so that the sum does not overflow.
+    magnitude = jnp.abs(x)
+    exponent = jnp.frexp(magnitude.max(-1, keepdims=True))[1]
+    mean = jnp.ldexp(magnitude, -exponent).mean(-1)
+    return jnp.ldexp(mean, exponent[..., 0])
 
 
 def top_k(x: Array, k: int) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradtx import backends
 from gradtx.compressors.compressor import compressor
 from gradtx.core.payload import Payload, register_payload
-from gradtx.core.stage import Argument, Kind, Stage
+from gradtx.core.stage import Argument, Kind, Stage, check_bool
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array
 
@@ -53,14 +53,15 @@ def sign_quantize(*, feedback: bool = True) -> Transformation:
         >>> updates[0].decode()
         tensor([ 2., -2.])
     """
+    check_bool("sign(feedback=...)", feedback)
     stage = Stage(
         "sign",
         Kind.COMPRESSOR,
-        (Argument("feedback", bool(feedback), True),),
+        (Argument("feedback", feedback, True),),
         takes=frozenset({"dense", "sparse"}),
         gives="signs",
         biased=True,
-        feedback=bool(feedback),
+        feedback=feedback,
     )
     return compressor(stage, _encode)
 

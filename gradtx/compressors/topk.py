@@ -8,7 +8,7 @@ from typing import Any
 from gradtx import backends
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
 from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
-from gradtx.core.stage import Argument, Kind, Stage
+from gradtx.core.stage import Argument, Kind, Stage, check_bool
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array, PyTree, flatten_with_paths, unflatten, widen
 
@@ -71,7 +71,8 @@ def topk_sparsify(ratio: float, *, scope: str = "leaf", feedback: bool = True) -
         >>> updates["w"].indices, updates["w"].values
         (tensor([1, 3]), tensor([-4.,  2.]))
     """
-    _check_ratio(ratio)
+    ratio = _checked_ratio(ratio)
+    check_bool("topk(feedback=...)", feedback)
     if scope not in ("leaf", "global"):
         raise ValueError(f"topk(scope={scope!r}): expected 'leaf' or 'global'")
     stage = Stage(
@@ -80,12 +81,12 @@ def topk_sparsify(ratio: float, *, scope: str = "leaf", feedback: bool = True) -
         (
             Argument("ratio", ratio),
             Argument("scope", scope, "leaf"),
-            Argument("feedback", bool(feedback), True),
+            Argument("feedback", feedback, True),
         ),
         takes=frozenset({"dense", "sparse"}),
         gives="sparse",
         biased=True,
-        feedback=bool(feedback),
+        feedback=feedback,
     )
 
     def encode(flat: Array, shape: tuple[int, ...]) -> Payload:
@@ -156,10 +157,11 @@ def count(ratio: float, n: int) -> int:
     return max(1, round(ratio * n)) if n else 0
 
 
-def _check_ratio(ratio: Any) -> None:
+def _checked_ratio(ratio: Any) -> float:
     if isinstance(ratio, bool) or not isinstance(ratio, float):
         raise TypeError(
             f"topk(ratio={ratio!r}): expected a float over 0 and at most 1, such as 0.01"
         )
     if not (math.isfinite(ratio) and 0.0 < ratio <= 1.0):
         raise ValueError(f"topk(ratio={ratio!r}): expected a float over 0 and at most 1")
+    return float(ratio)

@@ -12,6 +12,7 @@ from gradtx import backends
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
     Bare,
+    ErrorFeedbackState,
     Filter,
     apply_if_finite,
     error_feedback,
@@ -55,6 +56,11 @@ class ChainState(NamedTuple):
         return next((s for s in self.states if isinstance(s, ApplyIfFiniteState)), None)
 
     @property
+    def residual(self) -> PyTree:
+        """What error feedback keeps: FP32, a tree like the parameters; None without feedback."""
+        return _residual(self.states)
+
+    @property
     def last_finite(self) -> Array:
         """0-d bool: the last step was taken (always true for a chain that is not gated)."""
         return True if self.gate is None else self.gate.last_finite
@@ -63,6 +69,13 @@ class ChainState(NamedTuple):
     def total_notfinite(self) -> Array:
         """0-d int32: steps skipped so far."""
         return 0 if self.gate is None else self.gate.total_notfinite
+
+
+def _residual(state: Any) -> PyTree:
+    if isinstance(state, ErrorFeedbackState):
+        return state.residual
+    parts = state if isinstance(state, tuple) else ()
+    return next((found for part in parts if (found := _residual(part)) is not None), None)
 
 
 class Chain(Transformation):
@@ -290,20 +303,23 @@ _PLACES = (
 def suggest(transformations: Sequence[Transformation]) -> Chain | None:
     """The same transformations in an order that passes, or None if none is found.
 
-    The usual order is tried first, then, for up to seven transformations, all orders, those with
-    the fewest transpositions first.
+    Of up to seven transformations all orders are tried, those with the fewest transpositions first;
+    of more, the usual order.
     """
-    usual = sorted(transformations, key=lambda part: _PLACES.index(part.stage.kind))
-    if _passes(usual):
-        return Chain(usual)
     if len(transformations) > 7:
-        return None
+        usual = sorted(transformations, key=lambda part: _PLACES.index(part.stage.kind))
+        return Chain(usual) if _passes(usual) else None
     orders = itertools.permutations(range(len(transformations)))
     for order in sorted(orders, key=_transpositions):
         candidate = [transformations[i] for i in order]
         if _passes(candidate):
             return Chain(candidate)
     return None
+
+
+def _with_feedback(transformations: Sequence[Transformation]) -> Chain | None:
+    """The transformations in an order that passes once an ef() is added."""
+    return suggest((*transformations, error_feedback()))
 
 
 def _passes(parts: Sequence[Transformation]) -> bool:
@@ -338,4 +354,6 @@ def _message(
         lines += [f"{violation.code} at {where}: {violation.reason}", f"    fix: {violation.fix}"]
     if suggestion is not None:
         lines += ["", "write instead:", "", f"    {suggestion.code()}"]
+    elif (extended := _with_feedback(parts)) is not None:
+        lines += ["", "write instead, with ef() added:", "", f"    {extended.code()}"]
     return "\n".join(lines)

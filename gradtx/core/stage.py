@@ -43,6 +43,21 @@ class Argument:
         return self.default is REQUIRED or self.value != self.default
 
 
+def check_bool(call: str, value: Any) -> bool:
+    """`value`, if it is a bool.
+
+    Args:
+        call: the argument as it is written, such as ``"topk(feedback=...)"``.
+        value: what was given.
+
+    Raises:
+        TypeError: if it is no bool.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{call.replace('...', repr(value))}: expected True or False")
+    return value
+
+
 @dataclass(frozen=True)
 class Stage:
     """The declaration of a transformation.
@@ -60,6 +75,7 @@ class Stage:
         feedback: false where the user wrote ``feedback=False``: goes without, on purpose.
         over: of a feedback, how many stages directly to its left it holds; None for the whole run.
         module: the prefix its name is printed with.
+        identity: of a foreign transformation, the object itself; stages compare by it too.
     """
 
     name: str
@@ -74,6 +90,7 @@ class Stage:
     feedback: bool = True
     over: int | None = field(default=None, compare=False)
     module: str = "gx."
+    identity: Any = None
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:

@@ -83,6 +83,56 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return unflatten(treespec, mapped)
 
 
+def leaves_like(tree: PyTree, reference: PyTree) -> list[Any]:
+    """The leaves of `tree` in the order of those of `reference`, matched by path.
+
+    Raises:
+        ValueError: if the trees do not have the same paths.
+    """
+    leaves, treespec = flatten(tree)
+    if treespec == flatten(reference)[1]:
+        return leaves
+    paths, leaves, _ = flatten_with_paths(tree)
+    return reorder(dict(zip(paths, leaves, strict=True)), flatten_with_paths(reference)[0])
+
+
+def reorder(found: Mapping[str, Any], paths: Sequence[str]) -> list[Any]:
+    """The values of `found` in the order of `paths`.
+
+    Raises:
+        ValueError: naming the paths that are missing or unknown.
+    """
+    missing = [path for path in paths if path not in found]
+    unknown = [path for path in found if path not in set(paths)]
+    if missing or unknown:
+        raise ValueError(
+            "the gradients have another structure than the parameters given to init: "
+            + "; ".join(
+                f"{what} {', '.join(map(repr, which))}"
+                for what, which in (("missing", missing), ("unknown", unknown))
+                if which
+            )
+            + " (a leaf without a gradient is None, its key stays)"
+        )
+    return [found[path] for path in paths]
+
+
+def checked(updates: PyTree) -> PyTree:
+    """The updates without autograd history, each leaf a payload or a floating-point array.
+
+    Raises:
+        TypeError: naming the path of a leaf that is neither.
+    """
+    paths, leaves, treespec = flatten_with_paths(updates)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf is not None and not _is_payload(leaf):
+            check_leaf(path, leaf)
+    return unflatten(
+        treespec,
+        [backends.of(x).detach(x) if backends.is_array(x) else x for x in leaves],
+    )
+
+
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
     """The arrays of `tree` in the dtypes of those of `reference`; payloads stay as they are."""
 
@@ -127,7 +177,7 @@ class LeafSpec:
         return size if self.shape is not None else 0
 
     def __str__(self) -> str:
-        return f"{self.path} {list(self.shape)} {self.dtype}" if self.shape is not None else "None"
+        return "None" if self.shape is None else f"{list(self.shape)} {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +189,8 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits of a hash over paths, shapes and accumulation dtypes, whatever the containers."""
-        lines = sorted(str(leaf) for leaf in self.leaves)
+        """64 bits of a hash over paths, shapes and dtypes, whatever the containers."""
+        lines = sorted(f"{leaf.path!r}: {leaf}" for leaf in self.leaves)
         return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little")
 
     @cached_property
@@ -166,7 +216,7 @@ class Layout:
 
         Raises:
             ValueError: if a path is missing or unknown, or a shape differs.
-            TypeError: if a leaf is no floating-point array of the expected accumulation dtype.
+            TypeError: if a leaf is no floating-point array of the dtype it had at init.
         """
         leaves, treespec = flatten(updates)
         if treespec != self.treespec:
@@ -180,19 +230,7 @@ class Layout:
     def _match_by_path(self, updates: PyTree) -> list[Any]:
         paths, leaves, _ = flatten_with_paths(updates)
         found = dict(zip(paths, leaves, strict=True))
-        unknown = [path for path in paths if path not in self.positions]
-        missing = [leaf.path for leaf in self.leaves if leaf.path not in found]
-        if unknown or missing:
-            raise ValueError(
-                "the gradients have another structure than the parameters given to init: "
-                + "; ".join(
-                    f"{what} {', '.join(map(repr, which))}"
-                    for what, which in (("missing", missing), ("unknown", unknown))
-                    if which
-                )
-                + " (a leaf without a gradient is None, its key stays)"
-            )
-        return [found[leaf.path] for leaf in self.leaves]
+        return reorder(found, [leaf.path for leaf in self.leaves])
 
 
 register_node(Layout, static=("leaves", "treespec"))
@@ -220,10 +258,12 @@ def _check_against(leaf: Any, spec: LeafSpec) -> None:
             f"leaf {spec.path!r} has shape {tuple(leaf.shape)}: expected {spec.shape}, as at init"
         )
     dtype = backends.of(leaf).dtype_name(leaf)
-    if accumulation_dtype(dtype) != accumulation_dtype(spec.dtype):
+    # A result must fit the dtype that the leaf had at init, for ranks to judge it alike: so a wider
+    # gradient is welcome, and a narrower one is not.
+    if dtype not in (spec.dtype, accumulation_dtype(spec.dtype)):
         raise TypeError(
-            f"leaf {spec.path!r} has dtype {dtype}: expected {spec.dtype}, as at init "
-            "(16-bit and 32-bit gradients may stand in for one another, 64-bit may not)"
+            f"leaf {spec.path!r} has dtype {dtype}: expected {spec.dtype}, as at init, or "
+            f"{accumulation_dtype(spec.dtype)}; give init a tree with the dtypes of the gradients"
         )
 
 

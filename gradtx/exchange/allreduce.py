@@ -129,14 +129,14 @@ class Allreduce(Exchange):
         message, buffers = outgoing.message(header), outgoing.buffers(header, group.size)
 
         context.progress.sent = True
-        self._agree(group, context, header.step, outgoing.sizes)
+        self._agree(group, context, header.step, outgoing)
         totals, flags = exchange(group, outgoing, header, message, buffers)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         divisor = group.size if self._op == "mean" else 1
         out = [
-            None if leaf is None else (totals[i] / divisor).reshape(leaf.shape)
-            for i, leaf in enumerate(leaves)
+            None if leaf is None else (totals[i] / divisor).reshape(spec.shape or ())
+            for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
         ]
         tree = unflatten(treespec, out)
         good = torch.tensor(flags.not_finite == 0)
@@ -144,11 +144,11 @@ class Allreduce(Exchange):
             good = judge(tree, context)
         return tree, AllreduceState(state.count + 1, good)
 
-    def _agree(self, group: Group, context: Context, step: int, sizes: Sizes) -> None:
+    def _agree(self, group: Group, context: Context, step: int, outgoing: Outgoing) -> None:
         key = _key(context)
         if key not in group.agreements:
-            agree(group, context, step)
-            group.agreements[key] = sizes
+            agree(group, context, step, forms=outgoing.forms)
+            group.agreements[key] = outgoing.sizes
 
     def fail(self, state: AllreduceState, context: Context, error: Exception) -> None:
         """Tells the other ranks that this one has failed; they raise `RankMismatchError`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 from gradtx import backends
@@ -63,7 +63,8 @@ def _checked(scale: Any) -> Any:
         return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"loss_scale is {scale!r}: expected a number or a 0-d array")
-    if not (math.isfinite(scale) and scale > 0):
+    # Larger than any float, as a whole number can be, counts as infinite.
+    if not (scale > 0 and scale <= sys.float_info.max):
         raise ValueError(f"loss_scale is {scale!r}: expected a positive, finite number")
     return scale
 
@@ -71,4 +72,8 @@ def _checked(scale: Any) -> Any:
 def _divide(leaf: Any, scale: Any) -> Array:
     if isinstance(leaf, Payload):
         raise TypeError(f"unscale() takes dense gradients only, got {leaf!r}: put it first")
-    return widen(leaf) / scale
+    wide = widen(leaf)
+    if backends.is_array(scale):
+        ops = backends.of(scale)
+        scale = ops.cast(scale, backends.of(wide).dtype_name(wide))
+    return wide / scale
