@@ -108,6 +108,10 @@ class Chain(Transformation):
         layout = layout_of(params)
         return ChainState(layout, tuple(part.setup(params, info) for part in self.core))
 
+    def _checked(self, updates: PyTree) -> PyTree:
+        # The layout refuses what it does not know, inside the step, where the others are told.
+        return updates
+
     def _step(
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ChainState]:

@@ -375,6 +375,8 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
         arrived = arrays_in(updates)
         ops = backends.find(arrived)
         finite = ops.all_finite(arrived) & finite_flag(extra, ops)
+        if (context := extra.get("context")) is not None and not context.progress.finite:
+            finite = ops.flag(False)  # An exchange to the left has heard of a bad step.
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
         if exchanges:
             agreed = functools.reduce(operator.and_, (new[i].finite for i in exchanges))

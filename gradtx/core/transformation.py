@@ -25,11 +25,13 @@ class Progress:
 
     Attributes:
         sent: this rank has begun to talk to the others.
+        finite: the gradients of all ranks were finite as they arrived, as far as known.
         absent: for each leaf, whether no rank has a gradient for it, as far as known.
     """
 
     def __init__(self) -> None:
         self.sent = False
+        self.finite = True
         self.absent: tuple[bool, ...] = ()
 
 
@@ -132,8 +134,11 @@ class Transformation:
         """
         if self.stage.kind is Kind.EXCHANGE:
             return self._alone.update(updates, state, params, **extra)
-        out, state = self.step(checked(updates), state, params, **extra)
+        out, state = self.step(self._checked(updates), state, params, **extra)
         return cast_like(out, updates), state
+
+    def _checked(self, updates: PyTree) -> PyTree:
+        return checked(updates)
 
     @cached_property
     def _alone(self) -> Transformation:

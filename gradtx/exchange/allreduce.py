@@ -139,7 +139,8 @@ class Allreduce(Exchange):
             for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
         ]
         tree = unflatten(treespec, out)
-        good = torch.tensor(flags.not_finite == 0)
+        context.progress.finite = flags.not_finite == 0
+        good = torch.tensor(context.progress.finite)
         if finite is not None and good:
             good = judge(tree, context)
         return tree, AllreduceState(state.count + 1, good)

@@ -310,8 +310,8 @@ class TestRefusal:
             "    )\n"
             "\n"
             "GX102 at 0, 1: topk(0.01) stands before unscale() and is stateful or not linear: it "
-            "would see gradients that are still multiplied by the loss scale, hide an overflow, "
-            "or keep a residual whose unit changes with the scale\n"
+            "sees gradients that are still multiplied by the loss scale, so what it remembers or "
+            "compares changes its unit with the scale, and an overflow can hide\n"
             "    fix: put unscale() before topk(0.01)\n"
             "GX302 at 0: topk(0.01) is biased and has no error feedback over it: what it leaves "
             "out is lost for ever\n"
@@ -715,7 +715,7 @@ class TestForeign:
     def test_optax_is_placed_behind_the_exchange(self):
         optax = pytest.importorskip("optax")
         tx = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef(), gx.allreduce(), optax.scale_by_adam())
-        assert repr(tx).endswith("gx.allreduce(), scale_by_adam())")
+        assert ", gx.allreduce(), scale_by_adam(" in repr(tx)
 
     def test_optax_before_the_exchange_is_refused(self):
         optax = pytest.importorskip("optax")

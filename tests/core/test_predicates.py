@@ -170,5 +170,5 @@ def test_what_is_not_callable_is_refused(test):
 
 
 def test_mask_with_what_is_not_callable_is_refused():
-    with refused(TypeError, "masked: the predicate must be callable, got 'bias'"):
+    with refused(TypeError, "a predicate is a function (path, leaf, info) -> bool, got 'bias'"):
         gx.masked(gx.topk(0.5), "bias")

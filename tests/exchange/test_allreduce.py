@@ -228,7 +228,7 @@ def test_the_first_step_has_one_call_more_for_the_handshake():
     tx = gx.chain(gx.allreduce())
     assert calls_of(tx, gradients, steps=1)[0] == [
         ("all_gather", "uint8", 1024),
-        ("all_reduce", "float32", 300 + 7 + 1 + 2 + 1),
+        ("all_reduce", "float32", 300 + 7 + 1 + 3 + 1),
     ]
 
 
@@ -341,7 +341,7 @@ def test_auto_sends_no_more_than_a_dense_ring_and_its_flags(size, compressors, s
         return sent[1]
 
     digits = int(math.log(2**24, size + 1))
-    flags = 4 * (2 + math.ceil(len(shapes) / digits))
+    flags = 4 * (3 + math.ceil(len(shapes) / digits))
     assert max(run_ranks(size, rank)) <= 2 * (size - 1) * (4 * values + flags) / size
 
 
@@ -597,3 +597,16 @@ def test_alone_the_result_is_the_decoded_payload():
 def test_an_empty_tree_is_exchanged():
     tx = gx.chain(gx.allreduce())
     assert run_ranks(2, lambda rank: update(tx, {})[0]) == [{}, {}]
+
+
+def test_a_dense_step_tells_that_ranks_are_at_different_steps():
+    tx = gx.chain(gx.allreduce())
+
+    def rank(i):
+        state = tx.init(gradients(i))
+        _, first = tx.update(gradients(i), state)
+        _, second = tx.update(gradients(i), first)
+        with pytest.raises(gx.RankMismatchError, match=f"on rank {i}, but not on all ranks"):
+            tx.update(gradients(i), second if i else first)
+
+    run_ranks(2, rank)

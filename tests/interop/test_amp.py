@@ -55,7 +55,7 @@ def test_a_recorded_step_counts_for_the_growth_of_the_scale():
 
 def test_the_loss_scale_is_the_scalers():
     scaler, optimizer, weight = a_step()
-    assert ScalerAdapter(scaler).loss_scale([optimizer], {"w": weight}) == 8.0
+    assert ScalerAdapter(scaler).loss_scale([optimizer], {"w": weight}) == (8.0, True)
 
 
 def test_asking_for_the_loss_scale_divides_nothing():
@@ -67,13 +67,13 @@ def test_asking_for_the_loss_scale_divides_nothing():
 def test_the_loss_scale_is_one_where_the_user_has_unscaled():
     scaler, optimizer, weight = a_step()
     scaler.unscale_(optimizer)
-    assert ScalerAdapter(scaler).loss_scale([optimizer], {"w": weight}) == 1.0
+    assert ScalerAdapter(scaler).loss_scale([optimizer], {"w": weight}) == (1.0, True)
 
 
 def test_the_loss_scale_is_known_before_anything_was_scaled():
     scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
     _, optimizer, weight = a_step()
-    assert ScalerAdapter(scaler).loss_scale([optimizer], {"w": weight}) == 32.0
+    assert ScalerAdapter(scaler).loss_scale([optimizer], {"w": weight}) == (32.0, True)
 
 
 def test_a_scaler_that_has_scaled_nothing_can_be_stepped_and_updated():
@@ -91,7 +91,7 @@ def test_a_new_iteration_starts_with_update():
     adapter.record([optimizer], skipped=False)
     scaler.step(optimizer)
     scaler.update()
-    assert adapter.loss_scale([optimizer], {"w": weight}) == 8.0
+    assert adapter.loss_scale([optimizer], {"w": weight}) == (8.0, True)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -112,4 +112,4 @@ def test_an_optimizer_may_not_have_stepped_already():
 def test_a_parameter_without_a_gradient_needs_no_optimizer():
     scaler, optimizer, weight = a_step()
     parameters = {"w": weight, "v": nn.Parameter(torch.zeros(1))}
-    assert ScalerAdapter(scaler).loss_scale([optimizer], parameters) == 8.0
+    assert ScalerAdapter(scaler).loss_scale([optimizer], parameters) == (8.0, True)
