@@ -400,7 +400,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("--seeds", type=whole_number(1), help="training runs a chain (3; with --quick 1)")
-    add("--epochs", type=whole_number(1), help="epochs a run (20; with --quick 6)")
+    add("--epochs", type=whole_number(1), help="epochs a run (15; with --quick 6)")
     add("--ranks", type=whole_number(2, BATCH // 4), default=2, help="processes (2)")
     add("--ratio", type=float, default=0.01, help="share of values that topk sends (0.01)")
     add("--quick", action="store_true", help="a short run, for CI")
@@ -460,7 +460,7 @@ def require_extras() -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
     chains(args.ratio)  # refuses a ratio that topk cannot take
-    seeds, epochs = (1, 6) if args.quick else (3, 20)
+    seeds, epochs = (1, 6) if args.quick else (3, 15)
     return Settings(args.ranks, args.seeds or seeds, args.epochs or epochs, args.ratio)
 
 

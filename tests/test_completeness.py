@@ -27,7 +27,7 @@ STAGES = {
     "allreduce": gx.allreduce(),
 }
 # Half of the values would cost more than all signs do, for the indices.
-SPARING = {"topk": gx.topk(0.02)}
+SPARING = {"topk": gx.topk(0.1)}
 CHAINS = [names for n in range(6) for names in itertools.product(STAGES, repeat=n)]
 PARAMS = {"bn": torch.zeros(2), "w": torch.zeros(16)}
 GRADIENTS = [
@@ -37,7 +37,7 @@ GRADIENTS = [
     {"bn": torch.tensor([-0.5, 0.75]), "w": torch.linspace(-1.0, 1.0, 16) ** 2},
 ]
 SCALES = (2.0, 16.0, 1.0, 4.0)
-LARGE = {"w": torch.linspace(-1.0, 2.0, 2000) ** 3}
+LARGE = {"w": torch.linspace(-1.0, 2.0, 6000) ** 3}
 
 
 class TwoRanks(Group):
@@ -168,7 +168,12 @@ def test_every_refused_chain_has_a_witness():
     witnesses = {names: witness(names) for names in REFUSED}
     assert [names for names, found in witnesses.items() if found is None] == []
     # Each kind of search finds something: none of them is idle.
-    assert {"raises", "a stage without effect", "breaks L2", "breaks L1"} <= set(witnesses.values())
+    assert set(witnesses.values()) >= {
+        "raises",
+        "a stage without effect",
+        "a compressor that saves nothing",
+        "breaks L2",
+    }
 
 
 def test_accepted_chains_have_no_witness():

@@ -93,7 +93,10 @@ class Chain(Transformation):
         self.exchange = _exchange_in(self.core)
 
         def code(local: bool) -> str:
-            return f"gx.chain({', '.join(t.code(local=local) for t in self.transformations)})"
+            arguments = [t.code(local=local) for t in self.transformations]
+            if check_order(self.stages):
+                arguments.append("check=False")
+            return f"gx.chain({', '.join(arguments)})"
 
         super().__init__(
             Stage("chain", stateful=True),
@@ -124,6 +127,8 @@ class Chain(Transformation):
                 context.progress.absent = context.absent
                 leaves = _filled(leaves, state)
             tree = unflatten(layout.treespec, leaves)
+            if params is not None:
+                params = unflatten(layout.treespec, layout.arrange(params))
             extra = {**extra, "context": context}
             out, states = run(self.core, tree, state.states, params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)

@@ -92,7 +92,7 @@ _NORM_NAME = re.compile(r"(^|_)(sync_?)?(bn|batch_?norm)(\d+d)?(_?\d+)?$", re.IG
 def _batch_norm(path: str, leaf: Array, info: LeafInfo | None) -> bool:
     if info is not None:
         return info.running_statistics
-    return any(_NORM_NAME.search(key) for key in path.split("."))
+    return any(_NORM_NAME.search(key) for key in re.split("[./]", path))
 
 
 def path_glob(*patterns: str) -> Predicate:

@@ -48,8 +48,15 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any]:
 
 def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     """As `flatten`, with the key path of each leaf first."""
-    keys, leaves, treespec = optree.tree_flatten_with_path(tree, _is_payload, none_is_leaf=True)
-    return [".".join(map(str, key)) for key in keys], leaves, treespec
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(
+        tree, _is_payload, none_is_leaf=True
+    )
+    return [path_of(accessor) for accessor in accessors], leaves, treespec
+
+
+def path_of(accessor: Any) -> str:
+    """A key path as text: dict keys, positions, and the names of fields, joined by dots."""
+    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)
 
 
 def structure(tree: PyTree) -> Any:
@@ -218,17 +225,23 @@ class Layout:
             ValueError: if a path is missing or unknown, or a shape differs.
             TypeError: if a leaf is no floating-point array of the dtype it had at init.
         """
-        leaves, treespec = flatten(updates)
-        if treespec != self.treespec:
-            leaves = self._match_by_path(updates)
+        leaves = self.arrange(updates)
         for leaf, spec in zip(leaves, self.leaves, strict=True):
             if leaf is not None:
                 check_leaf(spec.path, leaf)
                 _check_against(leaf, spec)
         return [None if leaf is None else backends.of(leaf).detach(leaf) for leaf in leaves]
 
-    def _match_by_path(self, updates: PyTree) -> list[Any]:
-        paths, leaves, _ = flatten_with_paths(updates)
+    def arrange(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree in the order of this layout, found by path, as they are.
+
+        Raises:
+            ValueError: if a path is missing or unknown.
+        """
+        leaves, treespec = flatten(tree)
+        if treespec == self.treespec:
+            return leaves
+        paths, leaves, _ = flatten_with_paths(tree)
         found = dict(zip(paths, leaves, strict=True))
         return reorder(found, [leaf.path for leaf in self.leaves])
 
@@ -261,9 +274,11 @@ def _check_against(leaf: Any, spec: LeafSpec) -> None:
     # A result must fit the dtype that the leaf had at init, for ranks to judge it alike: so a wider
     # gradient is welcome, and a narrower one is not.
     if dtype not in (spec.dtype, accumulation_dtype(spec.dtype)):
+        wide = accumulation_dtype(spec.dtype)
         raise TypeError(
-            f"leaf {spec.path!r} has dtype {dtype}: expected {spec.dtype}, as at init, or "
-            f"{accumulation_dtype(spec.dtype)}; give init a tree with the dtypes of the gradients"
+            f"leaf {spec.path!r} has dtype {dtype}: expected {spec.dtype}, as at init"
+            + ("" if wide == spec.dtype else f", or {wide}")
+            + "; give init a tree with the dtypes of the gradients"
         )
 
 

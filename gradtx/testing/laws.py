@@ -388,8 +388,8 @@ def _bits(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     flat = leaf.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-    data = flat.view(torch.uint8) if flat.numel() else flat
-    return leaf.dtype, leaf.shape, bytes(data.numpy())
+    data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    return leaf.dtype, leaf.shape, data
 
 
 def _same_bits(law: str, where: str, old: Any, new: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
+
 from gradtx import backends
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind, Stage
@@ -52,6 +54,8 @@ def unscale() -> Transformation:
 
 
 def _checked(scale: Any) -> Any:
+    if isinstance(scale, (np.ndarray, np.generic)) and scale.ndim == 0:
+        scale = scale.item()
     if scale is None:
         raise ValueError(
             "unscale() needs the loss scale: tx.update(grads, state, loss_scale=...), "
@@ -60,6 +64,8 @@ def _checked(scale: Any) -> Any:
     if backends.is_array(scale):
         if scale.ndim != 0:
             raise ValueError(f"loss_scale has shape {tuple(scale.shape)}: expected a 0-d array")
+        if backends.of(scale).known(scale < 0):
+            raise ValueError(f"loss_scale is {scale}: expected a positive number")
         return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"loss_scale is {scale!r}: expected a number or a 0-d array")

@@ -250,8 +250,9 @@ def test_gradients_may_be_wider_than_the_parameters_but_no_other_dtype(parameter
     if gradient in (parameter, wide):
         assert tx.update(updates, state)[0]["w"].dtype == getattr(torch, gradient)
         return
+    or_wider = "" if wide == parameter else f", or {wide}"
     text = (
-        f"leaf 'w' has dtype {gradient}: expected {parameter}, as at init, or {wide}; "
+        f"leaf 'w' has dtype {gradient}: expected {parameter}, as at init{or_wider}; "
         "give init a tree with the dtypes of the gradients"
     )
     with refused(TypeError, text):
