@@ -8,11 +8,13 @@ from typing import Any
 import optree
 import torch
 
+from gradtx.core.tree import path_of
+
 
 def flatten_state(state: Any) -> dict[str, torch.Tensor]:
     """Every tensor of a state, copied, keyed by where it stands and by parameter path."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
-    return {_key(a): leaf.detach().clone() for a, leaf in zip(accessors, leaves, strict=True)}
+    return {path_of(a): leaf.detach().clone() for a, leaf in zip(accessors, leaves, strict=True)}
 
 
 def restore_state(state: Any, saved: Mapping[str, Any]) -> Any:
@@ -22,7 +24,7 @@ def restore_state(state: Any, saved: Mapping[str, Any]) -> Any:
         ValueError: naming a key that is missing or unknown, or a tensor of another shape or dtype.
     """
     accessors, leaves, treespec = optree.tree_flatten_with_accessor(state)
-    keys = [_key(accessor) for accessor in accessors]
+    keys = [path_of(accessor) for accessor in accessors]
     missing = [key for key in keys if key not in saved]
     unknown = [key for key in saved if key not in set(keys)]
     if missing or unknown:
@@ -42,7 +44,3 @@ def restore_state(state: Any, saved: Mapping[str, Any]) -> Any:
             )
         restored.append(value.to(leaf.device, copy=True))
     return optree.tree_unflatten(treespec, restored)
-
-
-def _key(accessor: Any) -> str:
-    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)

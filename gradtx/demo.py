@@ -1,8 +1,8 @@
 """``python -m gradtx demo``: a small network trained on two local ranks, dense and compressed.
 
-The task is scikit-learn's bundled digits: 1797 images of 8 x 8 pixels, 540 of them held out. `train`
-is the part to read: it is a training loop under mixed precision, with the three lines that gradtx
-adds to it. All else here loads data, starts processes and prints.
+The task is scikit-learn's bundled digits: 1797 images of 8 x 8 pixels, 540 of them held out. The
+part to read is `train`: a loop under mixed precision, with the three lines that gradtx adds to it.
+All else loads data, starts processes and prints.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 from torch.nn import functional as F
 
 import gradtx as gx
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
 BATCH = 64
-PEAK_LEARNING_RATE = 0.4
+PEAK_LEARNING_RATE = 0.2
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 TIME_LIMIT = 900.0  # seconds, for the whole demo
 
@@ -72,6 +73,7 @@ class Run:
 
     Attributes:
         chain: which of `chains`.
+        seed: of the initial weights and the order of the images.
         accuracy: on the held-out images, in percent.
         wire_bytes: bytes that rank 0 put on the link in a step, mean over the steps.
         dense_bytes: bytes that a dense FP32 ring all-reduce would have put there.
@@ -80,6 +82,7 @@ class Run:
     """
 
     chain: str
+    seed: int
     accuracy: float
     wire_bytes: float
     dense_bytes: float
@@ -123,6 +126,7 @@ def train(
     pipe.sync_buffers()  # 3: before evaluating or saving
     return Run(
         name,
+        seed,
         accuracy(model, data),
         wire_bytes=statistics.fmean(report.wire_bytes for report in reports),
         dense_bytes=statistics.fmean(report.dense_bytes for report in reports),
@@ -134,7 +138,7 @@ def train(
 def optimizer_for(
     model: nn.Module, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Plain SGD whose learning rate rises for a fifth of the steps and then falls to nearly zero."""
+    """Plain SGD; its rate rises for a fifth of the steps, then falls to nearly zero."""
     optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, PEAK_LEARNING_RATE, total_steps=steps + 1, pct_start=0.2, cycle_momentum=False
@@ -161,7 +165,10 @@ def replicas_identical(model: nn.Module) -> bool:
 
 
 class Digits(NamedTuple):
-    """The data, the same on all ranks: images float32 ``[n, 1, 8, 8]`` in 0..1, labels int64 ``[n]``."""
+    """The data, the same on all ranks.
+
+    Images are float32 ``[n, 1, 8, 8]`` from 0 to 1, labels int64 ``[n]``.
+    """
 
     train_images: Tensor
     train_labels: Tensor
@@ -207,8 +214,8 @@ class Settings:
     ratio: float
 
 
-# What rank 0 tells the parent: a run that has ended, or None after each epoch.
-Message = Run | None
+# What rank 0 tells the parent: after each epoch what is on, and each run once it has ended.
+Message = str | Run
 
 
 def rank_main(rank: int, settings: Settings, rendezvous: str, outbox: Any) -> None:
@@ -217,14 +224,13 @@ def rank_main(rank: int, settings: Settings, rendezvous: str, outbox: Any) -> No
     Args:
         rank: its number.
         settings: the same on all ranks.
-        rendezvous: a path, in an empty folder, that the ranks find each other by.
+        rendezvous: the URI of a file, in an empty folder, by which the ranks find each other.
         outbox: the queue that rank 0 puts every `Message` into.
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    store = dist.FileStore(rendezvous, settings.ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=settings.ranks, timeout=COLLECTIVE_TIMEOUT
+        "gloo", rendezvous, COLLECTIVE_TIMEOUT, world_size=settings.ranks, rank=rank
     )
 
     def tell(message: Message) -> None:
@@ -234,7 +240,8 @@ def rank_main(rank: int, settings: Settings, rendezvous: str, outbox: Any) -> No
     data = Digits.load()
     for seed in range(settings.seeds):
         for name, tx in chains(settings.ratio).items():
-            tell(train(name, tx, data, seed, settings.epochs, lambda: tell(None)))
+            on_epoch = partial(tell, f"{name}, seed {seed + 1} of {settings.seeds}")
+            tell(train(name, tx, data, seed, settings.epochs, on_epoch))
     dist.destroy_process_group()
 
 
@@ -243,14 +250,13 @@ def run_ranks(settings: Settings) -> Iterator[Message]:
 
     Raises:
         TimeoutError: if they take longer than `TIME_LIMIT`.
-        torch.multiprocessing.ProcessRaisedException: if a rank raises; its traceback is in the text.
-        torch.multiprocessing.ProcessExitedException: if a rank dies otherwise.
+        ProcessException: if a rank fails; with its traceback, if it has raised.
     """
     deadline = time.monotonic() + TIME_LIMIT
-    inbox = mp.get_context("spawn").SimpleQueue()
+    inbox = get_context("spawn").SimpleQueue()
     with (
         tempfile.TemporaryDirectory() as folder,
-        started(settings, str(Path(folder, "rendezvous")), inbox) as ranks,
+        started(settings, Path(folder, "rendezvous").as_uri(), inbox) as ranks,
     ):
         ended = False
         while not ended:
@@ -262,10 +268,10 @@ def run_ranks(settings: Settings) -> Iterator[Message]:
 
 
 @contextmanager
-def started(settings: Settings, rendezvous: str, outbox: Any) -> Iterator[mp.ProcessContext]:
+def started(settings: Settings, rendezvous: str, outbox: Any) -> Iterator[ProcessContext]:
     """The ranks as processes, which are stopped when the block is left."""
     arguments = (settings, rendezvous, outbox)
-    ranks = mp.spawn(rank_main, arguments, nprocs=settings.ranks, join=False, daemon=True)
+    ranks = spawn(rank_main, arguments, nprocs=settings.ranks, join=False, daemon=True)
     try:
         yield ranks
     finally:
@@ -279,31 +285,20 @@ def started(settings: Settings, rendezvous: str, outbox: Any) -> Iterator[mp.Pro
 
 
 def collect(settings: Settings, console: Console) -> list[Run]:
-    """Runs the ranks to their end, with one line of progress; one line a run if not on a terminal."""
+    """Runs the ranks to their end; on a terminal with one line of progress, else one line a run."""
     from rich.progress import Progress
 
     runs: list[Run] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=2 * settings.seeds * settings.epochs)
-        describe(progress, task, runs, settings)
+        task = progress.add_task("starting", total=2 * settings.seeds * settings.epochs)
         for message in run_ranks(settings):
-            if message is None:
-                progress.advance(task)
+            if isinstance(message, str):
+                progress.update(task, advance=1, description=message)
                 continue
             runs.append(message)
-            describe(progress, task, runs, settings)
             if not console.is_terminal:
-                seed = (len(runs) + 1) // 2
-                console.print(f"{message.chain}, seed {seed}: {message.accuracy:.2f} %")
+                console.print(f"{message.chain}, seed {message.seed + 1}: {message.accuracy:.2f} %")
     return runs
-
-
-def describe(progress: Progress, task: Any, runs: list[Run], settings: Settings) -> None:
-    """Says on the line of progress which run is on."""
-    names = list(chains(settings.ratio))
-    seed = min(len(runs) // 2 + 1, settings.seeds)
-    text = f"{names[len(runs) % 2]}, seed {seed} of {settings.seeds}"
-    progress.update(task, description=text)
 
 
 @dataclass(frozen=True)
@@ -405,7 +400,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("--seeds", type=whole_number(1), help="training runs a chain (3; with --quick 1)")
-    add("--epochs", type=whole_number(1), help="epochs a run (20; with --quick 6)")
+    add("--epochs", type=whole_number(1), help="epochs a run (15; with --quick 6)")
     add("--ranks", type=whole_number(2, BATCH // 4), default=2, help="processes (2)")
     add("--ratio", type=float, default=0.01, help="share of values that topk sends (0.01)")
     add("--quick", action="store_true", help="a short run, for CI")
@@ -438,16 +433,20 @@ def main(args: argparse.Namespace) -> int:
     try:
         require_extras()
         settings = settings_from(args)
-        return report(settings, args.json)
     except (ImportError, ValueError) as error:
-        print(f"gradtx demo: {error}", file=sys.stderr)
-        return 2
-    except (mp.ProcessRaisedException, mp.ProcessExitedException, TimeoutError) as error:
-        print(f"gradtx demo: {error}", file=sys.stderr)
-        return 1
+        return complain(error, 2)
+    try:
+        return report(settings, args.json)
+    except (ProcessException, TimeoutError, OSError) as error:
+        return complain(error, 1)
     except KeyboardInterrupt:
-        print("gradtx demo: interrupted", file=sys.stderr)
-        return 130
+        return complain("interrupted", 130)
+
+
+def complain(error: object, status: int) -> int:
+    """Says what is wrong, and gives the exit status back."""
+    print(f"gradtx demo: {error}", file=sys.stderr)
+    return status
 
 
 def require_extras() -> None:
@@ -461,7 +460,7 @@ def require_extras() -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
     chains(args.ratio)  # refuses a ratio that topk cannot take
-    seeds, epochs = (1, 6) if args.quick else (3, 20)
+    seeds, epochs = (1, 6) if args.quick else (3, 15)
     return Settings(args.ranks, args.seeds or seeds, args.epochs or epochs, args.ratio)
 
 

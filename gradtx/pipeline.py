@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import flatten_state, restore_state
 from gradtx.core.chain import Chain, telling_others
 from gradtx.core.errors import ChainOrderError, RankMismatchError
@@ -40,7 +41,8 @@ class SyncReport:
     Attributes:
         ready: gradients are there to step with.
         skipped: the step was bad on some rank; no state has moved, all gradients are zero.
-        wire_bytes: bytes that this rank put on the link in this step, all copies counted.
+        wire_bytes: bytes that this rank put on the link in this step, all copies counted; the first
+            step has the handshake in it, ``N - 1`` times 1 KiB.
         dense_bytes: bytes that a ring all-reduce of the gradients in FP32 would have put there:
             ``2 (N - 1) / N`` times 4 bytes a value.
     """
@@ -195,6 +197,9 @@ class Pipeline:
             ValueError: naming what differs; the state is then as it was.
         """
         here = self.state_dict()
+        missing = sorted(here.keys() - state_dict.keys())
+        if missing:
+            raise ValueError(f"this is no state_dict of a Pipeline: it lacks {missing}")
         for name in ("format", "chain", "world_size", "rank"):
             if state_dict.get(name) != here[name]:
                 raise ValueError(
@@ -219,7 +224,8 @@ class Pipeline:
         if scaler is not None and scaler.enabled:
             if given is not None:
                 raise ValueError("the loss scale is the scaler's: leave loss_scale out")
-            return {"loss_scale": scaler.loss_scale(optimizers, self._parameters)}
+            scale, finite = scaler.loss_scale(optimizers, self._parameters)
+            return {"loss_scale": scale} if finite else {"loss_scale": scale, "finite": flag(False)}
         if not _has_unscale(self.tx):
             if given is not None:
                 raise ValueError("loss_scale is given and the chain has no unscale(): put it first")

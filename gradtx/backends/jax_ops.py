@@ -102,7 +102,25 @@ def mean_magnitude(x: Array) -> Array:
     """The mean of ``|x|`` over the last axis; zero for an empty one."""
     if x.shape[-1] == 0:
         return jnp.zeros(x.shape[:-1], x.dtype)
-    return jnp.abs(x).mean(-1)
+    # Scaled by a power of two, which is exact, so that the sum does not overflow.
+    magnitude = jnp.abs(x)
+    exponent = jnp.frexp(magnitude.max(-1, keepdims=True))[1]
+    mean = _sum(jnp.ldexp(magnitude, -exponent)) / x.shape[-1]
+    return jnp.ldexp(mean, exponent[..., 0])
+
+
+def _sum(x: Array) -> Array:
+    """The sum over the last axis, its rounding errors added up and put back at the end."""
+    error = jnp.zeros_like(x)
+    while x.shape[-1] > 1:
+        if x.shape[-1] % 2:
+            x, error = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 1)]) for a in (x, error))
+        half = x.shape[-1] // 2
+        a, b = x[..., :half], x[..., half:]
+        x = a + b
+        rest = x - a
+        error = error[..., :half] + error[..., half:] + ((a - (x - rest)) + (b - rest))
+    return (x + error)[..., 0]
 
 
 def max_magnitude(x: Array) -> Array:

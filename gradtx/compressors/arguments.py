@@ -6,12 +6,15 @@ import math
 from typing import Any
 
 
-def check_ratio(argument: str, value: Any) -> None:
+def check_ratio(argument: str, value: Any) -> float:
     """Refuses what is no share of values.
 
     Args:
         argument: how it was given, such as ``"topk(ratio"``.
         value: what was given.
+
+    Returns:
+        The value as a Python float.
 
     Raises:
         TypeError: if it is no float.
@@ -23,6 +26,7 @@ def check_ratio(argument: str, value: Any) -> None:
         )
     if not (math.isfinite(value) and 0.0 < value <= 1.0):
         raise ValueError(f"{argument}={value!r}): expected a float over 0 and at most 1")
+    return float(value)
 
 
 def check_bool(argument: str, value: Any) -> None:

@@ -84,8 +84,11 @@ def topk_sparsify(
         >>> updates["w"].indices, updates["w"].values
         (tensor([1, 3]), tensor([-4.,  2.]))
     """
-    for value in ratio.values if isinstance(ratio, Schedule) else (ratio,):
-        check_ratio("topk(ratio", value)
+    if isinstance(ratio, Schedule):
+        for value in ratio.values:
+            check_ratio("topk(ratio", value)
+    else:
+        ratio = check_ratio("topk(ratio", ratio)
     check_bool("topk(feedback", feedback)
     if scope not in ("leaf", "global"):
         raise ValueError(f"topk(scope={scope!r}): expected 'leaf' or 'global'")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
+    ErrorFeedbackState,
     Feedback,
     Filter,
     apply_if_finite,
@@ -54,6 +55,11 @@ class ChainState(NamedTuple):
         return next((s for s in self.states if isinstance(s, ApplyIfFiniteState)), None)
 
     @property
+    def residual(self) -> PyTree:
+        """What error feedback keeps: FP32, a tree like the parameters; None without feedback."""
+        return _residual(self.states)
+
+    @property
     def last_finite(self) -> Array:
         """0-d bool: the last step was taken (always true for a chain that is not gated)."""
         return True if self.gate is None else self.gate.last_finite
@@ -62,6 +68,13 @@ class ChainState(NamedTuple):
     def total_notfinite(self) -> Array:
         """0-d int32: steps skipped so far."""
         return 0 if self.gate is None else self.gate.total_notfinite
+
+
+def _residual(state: Any) -> PyTree:
+    if isinstance(state, ErrorFeedbackState):
+        return state.residual
+    parts = state if isinstance(state, tuple) else ()
+    return next((found for part in parts if (found := _residual(part)) is not None), None)
 
 
 class Chain(Transformation):
@@ -79,7 +92,10 @@ class Chain(Transformation):
         self.exchange = _exchange_in(self.core)
 
         def code(local: bool) -> str:
-            return f"gx.chain({', '.join(t.code(local=local) for t in self.transformations)})"
+            arguments = [t.code(local=local) for t in self.transformations]
+            if check_order(self.stages):
+                arguments.append("check=False")
+            return f"gx.chain({', '.join(arguments)})"
 
         super().__init__(
             Stage("chain", stateful=True),
@@ -93,6 +109,10 @@ class Chain(Transformation):
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
         return ChainState(layout, tuple(part.setup(params, info) for part in self.core))
+
+    def _checked(self, updates: PyTree) -> PyTree:
+        # The layout refuses what it does not know, inside the step, where the others are told.
+        return updates
 
     def _step(
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
@@ -109,6 +129,8 @@ class Chain(Transformation):
                 context.progress.absent = context.absent
                 leaves = _filled(leaves, state)
             tree = unflatten(layout.treespec, leaves)
+            if params is not None:
+                params = unflatten(layout.treespec, layout.arrange(params))
             extra = {**extra, "context": context}
             out, states = run(self.core, tree, state.states, params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
@@ -322,20 +344,23 @@ _PLACES = (
 def suggest(transformations: Sequence[Transformation]) -> Chain | None:
     """The same transformations in an order that passes, or None if none is found.
 
-    The usual order is tried first, then, for up to seven transformations, all orders, those with
-    the fewest transpositions first.
+    Of up to seven transformations all orders are tried, those with the fewest transpositions first;
+    of more, the usual order.
     """
-    usual = sorted(transformations, key=lambda part: _PLACES.index(part.stage.kind))
-    if _passes(usual):
-        return Chain(usual)
     if len(transformations) > 7:
-        return None
+        usual = sorted(transformations, key=lambda part: _PLACES.index(part.stage.kind))
+        return Chain(usual) if _passes(usual) else None
     orders = itertools.permutations(range(len(transformations)))
     for order in sorted(orders, key=_transpositions):
         candidate = [transformations[i] for i in order]
         if _passes(candidate):
             return Chain(candidate)
     return None
+
+
+def _with_feedback(transformations: Sequence[Transformation]) -> Chain | None:
+    """The transformations in an order that passes once an ef() is added."""
+    return suggest((*transformations, error_feedback()))
 
 
 def _passes(parts: Sequence[Transformation]) -> bool:
@@ -370,4 +395,6 @@ def _message(
         lines += [f"{violation.code} at {where}: {violation.reason}", f"    fix: {violation.fix}"]
     if suggestion is not None:
         lines += ["", "write instead:", "", f"    {suggestion.code()}"]
+    elif (extended := _with_feedback(parts)) is not None:
+        lines += ["", "write instead, with ef() added:", "", f"    {extended.code()}"]
     return "\n".join(lines)

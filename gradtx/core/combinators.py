@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
 from gradtx.core.payload import Payload, decode_leaves
+from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Transformation, finite_flag, flat
 from gradtx.core.tree import (
@@ -18,11 +19,14 @@ from gradtx.core.tree import (
     Info,
     PyTree,
     accumulation_dtype,
+    arranged_like,
     arrays_in,
     flatten,
     flatten_with_paths,
+    leaves_like,
     map_arrays,
     map_leaves,
+    reorder,
     unflatten,
     widen,
 )
@@ -165,7 +169,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         updates: PyTree, state: ErrorFeedbackState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ErrorFeedbackState]:
         leaves, treespec = flatten(updates)
-        residuals, residual_spec = flatten(state.residual)
+        residuals = leaves_like(state.residual, updates)
         absent = absent_here(leaves, extra.get("context"))
         corrected = [
             leaf if skip else widen(leaf) + residual
@@ -183,7 +187,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             residual if skip else _left_out(leaf, part)
             for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
         ]
-        residual = unflatten(residual_spec, new)
+        residual = arranged_like(unflatten(treespec, new), state.residual)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
     def settle(state: ErrorFeedbackState, payloads: Mapping[int, Payload]) -> ErrorFeedbackState:
@@ -231,23 +235,35 @@ def _left_out(corrected: Array, sent: Array) -> Array:
     return corrected - ops.cast(sent, ops.dtype_name(corrected))
 
 
+@dataclass(frozen=True)
 class Mask:
-    """One bool a leaf, in the order of the tree; a static pytree node."""
+    """Which leaves are selected; a static pytree node.
 
-    def __init__(self, selected: tuple[bool, ...]) -> None:
-        self.selected = selected
+    Attributes:
+        paths: the key paths of the leaves, in the order of the tree.
+        selected: one bool for each.
+        treespec: the structure of the tree.
+    """
 
-    def __repr__(self) -> str:
-        return f"Mask({self.selected})"
+    paths: tuple[str, ...]
+    selected: tuple[bool, ...]
+    treespec: Any
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and self.selected == other.selected
+    def of(self, updates: PyTree) -> tuple[bool, ...]:
+        """One bool for each leaf of `updates`, matched by path.
 
-    def __hash__(self) -> int:
-        return hash(self.selected)
+        Raises:
+            ValueError: if the leaves have other paths.
+        """
+        if flatten(updates)[1] == self.treespec:
+            return self.selected
+        paths = flatten_with_paths(updates)[0]
+        found = dict(zip(self.paths, self.selected, strict=True))
+        reorder(dict.fromkeys(paths), self.paths)
+        return tuple(found[path] for path in paths)
 
 
-register_node(Mask, static=("selected",))
+register_node(Mask, static=("paths", "selected", "treespec"))
 
 
 class MaskedState(NamedTuple):
@@ -282,32 +298,36 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         {'w': Sparse(shape=(1, 2), dtype='float32'), 'b': tensor([1., 1.])}
     """
     part = as_one(inner)
-    if not callable(predicate):
-        raise TypeError(f"masked: the predicate must be callable, got {predicate!r}")
+    if part.stage.kind is Kind.EXCHANGE:
+        raise ValueError(
+            f"masked({part.code()}, ...): an exchange sees every leaf, since a leaf that goes past "
+            "it is never reduced; mask what stands before it"
+        )
+    predicate = as_predicate(predicate)
 
     def init(params: PyTree, info: Info | None) -> MaskedState:
         paths, leaves, treespec = flatten_with_paths(params)
-        mask = Mask(
-            tuple(
-                leaf is not None and bool(predicate(path, leaf, (info or {}).get(path)))
-                for path, leaf in zip(paths, leaves, strict=True)
-            )
+        selected = tuple(
+            leaf is not None and predicate(path, leaf, (info or {}).get(path))
+            for path, leaf in zip(paths, leaves, strict=True)
         )
-        chosen = _only(leaves, mask)
+        mask = Mask(tuple(paths), selected, treespec)
+        chosen = _only(leaves, selected)
         return MaskedState(mask, part.setup(unflatten(treespec, chosen), info))
 
     def update(
         updates: PyTree, state: MaskedState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, MaskedState]:
         leaves, treespec = flatten(updates)
-        chosen = unflatten(treespec, _only(leaves, state.mask))
+        keep = state.mask.of(updates)
+        chosen = unflatten(treespec, _only(leaves, keep))
         if params is not None:
             values, spec = flatten(params)
-            params = unflatten(spec, _only(values, state.mask))
+            params = unflatten(spec, _only(values, state.mask.of(params)))
         out, inner_state = part.step(chosen, state.inner_state, params, **extra)
         merged = [
             new if selected else old
-            for new, old, selected in zip(flatten(out)[0], leaves, state.mask.selected, strict=True)
+            for new, old, selected in zip(flatten(out)[0], leaves, keep, strict=True)
         ]
         return unflatten(treespec, merged), MaskedState(state.mask, inner_state)
 
@@ -339,8 +359,8 @@ def as_one(inner: Any) -> Transformation:
     )
 
 
-def _only(leaves: Sequence[Any], mask: Mask) -> list[Any]:
-    return [leaf if keep else None for leaf, keep in zip(leaves, mask.selected, strict=True)]
+def _only(leaves: Sequence[Any], selected: Sequence[bool]) -> list[Any]:
+    return [leaf if keep else None for leaf, keep in zip(leaves, selected, strict=True)]
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -400,6 +420,8 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
         arrived = arrays_in(updates)
         ops = backends.find(arrived)
         finite = ops.all_finite(arrived) & finite_flag(extra, ops)
+        if (context := extra.get("context")) is not None and not context.progress.finite:
+            finite = ops.flag(False)  # An exchange to the left has heard of a bad step.
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
         if exchanges:
             agreed = functools.reduce(operator.and_, (new[i].finite for i in exchanges))

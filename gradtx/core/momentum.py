@@ -120,7 +120,8 @@ def momentum_correction(
         context: Context | None = extra.get("context")
         leaves, treespec = flatten(updates)
         absent = absent_here(leaves, context)
-        velocities, residuals = flatten(state.velocity)[0], flatten(state.residual)[0]
+        velocities = leaves_like(state.velocity, updates)
+        residuals = leaves_like(state.residual, updates)
         size = 1 if context is None else context.size
         limit = None if clip is None else clip / math.sqrt(size)
         gradients = _clipped([leaf if leaf is None else widen(leaf) for leaf in leaves], limit)
@@ -137,7 +138,8 @@ def momentum_correction(
             ops = backends.of(to_send[i])
             residuals[i] = to_send[i] - ops.cast(sent[i], ops.dtype_name(to_send[i]))
             velocities[i] = _unsent(velocities[i], sent[i]) if masking else velocities[i]
-        velocity, residual = unflatten(treespec, velocities), unflatten(treespec, residuals)
+        velocity = arranged_like(unflatten(treespec, velocities), state.velocity)
+        residual = arranged_like(unflatten(treespec, residuals), state.residual)
         return payloads, MomentumCorrectionState(velocity, residual, inner_states)
 
     def settle(

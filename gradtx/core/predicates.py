@@ -16,7 +16,8 @@ class Predicate:
 
     Args:
         test: the function.
-        code: the expression that makes it, for printing; predicates compare by it.
+        code: the expression that makes it, for printing.
+        functions: those of the user in it; predicates compare by them and by the code.
 
     Example:
         >>> import gradtx as gx
@@ -24,9 +25,10 @@ class Predicate:
         gx.is_matrix & ~gx.path_glob('head.*')
     """
 
-    def __init__(self, test: Test, code: str) -> None:
+    def __init__(self, test: Test, code: str, functions: tuple[Test, ...] = ()) -> None:
         self._test = test
         self._code = code
+        self._functions = functions
 
     def __call__(self, path: str, leaf: Array, info: LeafInfo | None = None) -> bool:
         """Asks the test about one leaf."""
@@ -34,14 +36,18 @@ class Predicate:
 
     def __and__(self, other: Test) -> Predicate:
         right = predicate(other)
-        return Predicate(lambda *a: self(*a) and right(*a), f"{self._inner()} & {right._inner()}")
+        return self._joined(right, "&", lambda *a: self(*a) and right(*a))
 
     def __or__(self, other: Test) -> Predicate:
         right = predicate(other)
-        return Predicate(lambda *a: self(*a) or right(*a), f"{self._inner()} | {right._inner()}")
+        return self._joined(right, "|", lambda *a: self(*a) or right(*a))
 
     def __invert__(self) -> Predicate:
-        return Predicate(lambda *a: not self(*a), f"~{self._inner()}")
+        return Predicate(lambda *a: not self(*a), f"~{self._inner()}", self._functions)
+
+    def _joined(self, other: Predicate, sign: str, test: Test) -> Predicate:
+        code = f"{self._inner()} {sign} {other._inner()}"
+        return Predicate(test, code, self._functions + other._functions)
 
     def _inner(self) -> str:
         return f"({self._code})" if " " in self._code else self._code
@@ -50,7 +56,9 @@ class Predicate:
         return self._code
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Predicate) and self._code == other._code
+        if not isinstance(other, Predicate):
+            return NotImplemented
+        return (self._code, self._functions) == (other._code, other._functions)
 
     def __hash__(self) -> int:
         return hash(self._code)
@@ -67,7 +75,7 @@ def predicate(test: Test) -> Predicate:
     if not callable(test):
         raise TypeError(f"a predicate is a function (path, leaf, info) -> bool, got {test!r}")
     name = f"{getattr(test, '__module__', '')}.{getattr(test, '__qualname__', repr(test))}"
-    return Predicate(test, name)
+    return Predicate(test, name, (test,))
 
 
 def all_of(*tests: Test) -> Predicate:
@@ -84,7 +92,7 @@ _NORM_NAME = re.compile(r"(^|_)(sync_?)?(bn|batch_?norm)(\d+d)?(_?\d+)?$", re.IG
 def _batch_norm(path: str, leaf: Array, info: LeafInfo | None) -> bool:
     if info is not None:
         return info.running_statistics
-    return any(_NORM_NAME.search(key) for key in path.split("."))
+    return any(_NORM_NAME.search(key) for key in re.split("[./]", path))
 
 
 def path_glob(*patterns: str) -> Predicate:

@@ -168,9 +168,9 @@ RULES: tuple[Rule, ...] = (
         "GX102",
         "unscale first",
         _not_linear_before_unscale,
-        "{0} stands before {1} and is stateful or not linear: it would see gradients that are "
-        "still multiplied by the loss scale, hide an overflow, or keep a residual whose unit "
-        "changes with the scale",
+        "{0} stands before {1} and is stateful or not linear: it sees gradients that are still "
+        "multiplied by the loss scale, so what it remembers or compares changes its unit with the "
+        "scale, and an overflow can hide",
         "put {1} before {0}",
     ),
     Rule(

@@ -62,6 +62,7 @@ class Stage:
         feedback: false where the user wrote ``feedback=False``: goes without, on purpose.
         over: of a feedback, how many stages directly to its left it holds; None for the whole run.
         module: the prefix its name is printed with.
+        identity: of a foreign transformation, the object itself; stages compare by it too.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Stage:
     feedback: bool = True
     over: int | None = field(default=None, compare=False)
     module: str = "gx."
+    identity: Any = None
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:

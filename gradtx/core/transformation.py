@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from gradtx.core.payload import Payload
-from gradtx.core.stage import Kind, Stage
-from gradtx.core.tree import Array, Info, Layout, PyTree, cast_like, parameters_of
+from gradtx.core.stage import Argument, Kind, Stage
+from gradtx.core.tree import Array, Info, Layout, PyTree, cast_like, checked, parameters_of
 
 InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
@@ -27,12 +27,14 @@ class Progress:
 
     Attributes:
         sent: this rank has begun to talk to the others.
+        finite: the gradients of all ranks were finite as they arrived, as far as known.
         absent: for each leaf, whether no rank has a gradient for it, as far as known.
         settled: by position, the payloads whose values are known only after the exchange.
     """
 
     def __init__(self) -> None:
         self.sent = False
+        self.finite = True
         self.absent: tuple[bool, ...] = ()
         self.settled: dict[int, Payload] = {}
 
@@ -146,8 +148,11 @@ class Transformation:
         """
         if self.stage.kind is Kind.EXCHANGE:
             return self._alone.update(updates, state, params, **extra)
-        out, state = self.step(updates, state, params, **extra)
+        out, state = self.step(self._checked(updates), state, params, **extra)
         return cast_like(out, updates), state
+
+    def _checked(self, updates: PyTree) -> PyTree:
+        return checked(updates)
 
     @cached_property
     def _alone(self) -> Transformation:
@@ -167,7 +172,7 @@ class Transformation:
         return isinstance(other, Transformation) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self.code())
 
 
 class Exchange(Transformation):
@@ -231,7 +236,8 @@ def declare(
 
     Args:
         obj: anything with `init(params)` and `update(updates, state, params=None)`.
-        name: what to print; by default the name of the function that made it.
+        name: what to print; by default the name of the function that made it. The numbers and
+            strings that it was made with are printed too, and ranks compare them.
         linear: it commutes with scaling and with the sum over ranks.
         stateful: what it does depends on earlier steps.
         needs_reduced: it wants the gradient of all ranks.
@@ -246,7 +252,7 @@ def declare(
         >>> import gradtx as gx, optax
         >>> clip = gx.declare(optax.clip(1.0), name="clip", stateful=False, needs_reduced=False)
         >>> gx.chain(gx.unscale(), clip, gx.allreduce())
-        gx.chain(gx.unscale(), clip(), gx.allreduce())
+        gx.chain(gx.unscale(), clip(max_delta=1.0), gx.allreduce())
     """
     init, update = getattr(obj, "init", None), getattr(obj, "update", None)
     if not callable(init) or not callable(update):
@@ -257,6 +263,8 @@ def declare(
     stage = Stage(
         name or _name_of(update),
         Kind.TRANSFORM,
+        tuple(Argument(key, value, None) for key, value in _settings(update).items()),
+        identity=obj,
         linear=linear,
         stateful=stateful,
         needs_reduced=needs_reduced,
@@ -272,6 +280,18 @@ def declare(
         return out
 
     return Transformation(stage, lambda params, info: init(params), step)
+
+
+def _settings(update: Any) -> dict[str, Any]:
+    """The plain values that a foreign `update` closes over, or its object holds, by name."""
+    owner = getattr(update, "__self__", None)
+    found = {} if owner is None else dict(getattr(owner, "__dict__", {}))
+    closure = inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
+    return {
+        key: value
+        for key, value in sorted({**found, **closure}.items())
+        if isinstance(value, (bool, int, float, str)) and not key.startswith("_")
+    }
 
 
 def _name_of(update: Any) -> str:

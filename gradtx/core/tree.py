@@ -48,8 +48,15 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any]:
 
 def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     """As `flatten`, with the key path of each leaf first."""
-    keys, leaves, treespec = optree.tree_flatten_with_path(tree, _is_payload, none_is_leaf=True)
-    return [".".join(map(str, key)) for key in keys], leaves, treespec
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(
+        tree, _is_payload, none_is_leaf=True
+    )
+    return [path_of(accessor) for accessor in accessors], leaves, treespec
+
+
+def path_of(accessor: Any) -> str:
+    """A key path as text: dict keys, positions, and the names of fields, joined by dots."""
+    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)
 
 
 def structure(tree: PyTree) -> Any:
@@ -81,6 +88,61 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         for leaf, *args in zip(leaves, *others, strict=True)
     ]
     return unflatten(treespec, mapped)
+
+
+def leaves_like(tree: PyTree, reference: PyTree) -> list[Any]:
+    """The leaves of `tree` in the order of those of `reference`, matched by path.
+
+    Raises:
+        ValueError: if the trees do not have the same paths.
+    """
+    leaves, treespec = flatten(tree)
+    if treespec == flatten(reference)[1]:
+        return leaves
+    paths, leaves, _ = flatten_with_paths(tree)
+    return reorder(dict(zip(paths, leaves, strict=True)), flatten_with_paths(reference)[0])
+
+
+def arranged_like(tree: PyTree, reference: PyTree) -> PyTree:
+    """The leaves of `tree` in the structure of `reference`, matched by path."""
+    return unflatten(flatten(reference)[1], leaves_like(tree, reference))
+
+
+def reorder(found: Mapping[str, Any], paths: Sequence[str]) -> list[Any]:
+    """The values of `found` in the order of `paths`.
+
+    Raises:
+        ValueError: naming the paths that are missing or unknown.
+    """
+    missing = [path for path in paths if path not in found]
+    unknown = [path for path in found if path not in set(paths)]
+    if missing or unknown:
+        raise ValueError(
+            "the gradients have another structure than the parameters given to init: "
+            + "; ".join(
+                f"{what} {', '.join(map(repr, which))}"
+                for what, which in (("missing", missing), ("unknown", unknown))
+                if which
+            )
+            + " (a leaf without a gradient is None, its key stays)"
+        )
+    return [found[path] for path in paths]
+
+
+def checked(updates: PyTree) -> PyTree:
+    """The updates without autograd history, each leaf a payload or a floating-point array.
+
+    Raises:
+        TypeError: naming the path of a leaf that is neither.
+    """
+    paths, leaves, treespec = flatten_with_paths(updates)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf is not None and not _is_payload(leaf):
+            check_leaf(path, leaf)
+    return unflatten(
+        treespec,
+        [backends.of(x).detach(x) if backends.is_array(x) else x for x in leaves],
+    )
 
 
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
@@ -127,7 +189,7 @@ class LeafSpec:
         return size if self.shape is not None else 0
 
     def __str__(self) -> str:
-        return f"{self.path} {list(self.shape)} {self.dtype}" if self.shape is not None else "None"
+        return "None" if self.shape is None else f"{list(self.shape)} {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +201,8 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits of a hash over paths, shapes and accumulation dtypes, whatever the containers."""
-        lines = sorted(str(leaf) for leaf in self.leaves)
+        """64 bits of a hash over paths, shapes and dtypes, whatever the containers."""
+        lines = sorted(f"{leaf.path!r}: {leaf}" for leaf in self.leaves)
         return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little")
 
     @cached_property
@@ -166,33 +228,27 @@ class Layout:
 
         Raises:
             ValueError: if a path is missing or unknown, or a shape differs.
-            TypeError: if a leaf is no floating-point array of the expected accumulation dtype.
+            TypeError: if a leaf is no floating-point array of the dtype it had at init.
         """
-        leaves, treespec = flatten(updates)
-        if treespec != self.treespec:
-            leaves = self._match_by_path(updates)
+        leaves = self.arrange(updates)
         for leaf, spec in zip(leaves, self.leaves, strict=True):
             if leaf is not None:
                 check_leaf(spec.path, leaf)
                 _check_against(leaf, spec)
         return [None if leaf is None else backends.of(leaf).detach(leaf) for leaf in leaves]
 
-    def _match_by_path(self, updates: PyTree) -> list[Any]:
-        paths, leaves, _ = flatten_with_paths(updates)
+    def arrange(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree in the order of this layout, found by path, as they are.
+
+        Raises:
+            ValueError: if a path is missing or unknown.
+        """
+        leaves, treespec = flatten(tree)
+        if treespec == self.treespec:
+            return leaves
+        paths, leaves, _ = flatten_with_paths(tree)
         found = dict(zip(paths, leaves, strict=True))
-        unknown = [path for path in paths if path not in self.positions]
-        missing = [leaf.path for leaf in self.leaves if leaf.path not in found]
-        if unknown or missing:
-            raise ValueError(
-                "the gradients have another structure than the parameters given to init: "
-                + "; ".join(
-                    f"{what} {', '.join(map(repr, which))}"
-                    for what, which in (("missing", missing), ("unknown", unknown))
-                    if which
-                )
-                + " (a leaf without a gradient is None, its key stays)"
-            )
-        return [found[leaf.path] for leaf in self.leaves]
+        return reorder(found, [leaf.path for leaf in self.leaves])
 
 
 register_node(Layout, static=("leaves", "treespec"))
@@ -220,10 +276,14 @@ def _check_against(leaf: Any, spec: LeafSpec) -> None:
             f"leaf {spec.path!r} has shape {tuple(leaf.shape)}: expected {spec.shape}, as at init"
         )
     dtype = backends.of(leaf).dtype_name(leaf)
-    if accumulation_dtype(dtype) != accumulation_dtype(spec.dtype):
+    # A result must fit the dtype that the leaf had at init, for ranks to judge it alike: so a wider
+    # gradient is welcome, and a narrower one is not.
+    if dtype not in (spec.dtype, accumulation_dtype(spec.dtype)):
+        wide = accumulation_dtype(spec.dtype)
         raise TypeError(
-            f"leaf {spec.path!r} has dtype {dtype}: expected {spec.dtype}, as at init "
-            "(16-bit and 32-bit gradients may stand in for one another, 64-bit may not)"
+            f"leaf {spec.path!r} has dtype {dtype}: expected {spec.dtype}, as at init"
+            + ("" if wide == spec.dtype else f", or {wide}")
+            + "; give init a tree with the dtypes of the gradients"
         )
 
 

@@ -131,7 +131,7 @@ class Allreduce(Exchange):
         message, buffers = outgoing.message(header), outgoing.buffers(header, group.size)
 
         context.progress.sent = True
-        self._agree(group, context, header.step, outgoing.sizes)
+        self._agree(group, context, header.step, outgoing)
         totals, flags = exchange(group, outgoing, header, message, buffers)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
@@ -144,7 +144,8 @@ class Allreduce(Exchange):
             for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
         ]
         tree = unflatten(treespec, out)
-        good = torch.tensor(flags.not_finite == 0)
+        context.progress.finite = flags.not_finite == 0
+        good = torch.tensor(context.progress.finite)
         if finite is not None and good:
             good = judge(tree, context)
         return tree, AllreduceState(state.count + 1, good)
@@ -166,11 +167,11 @@ class Allreduce(Exchange):
                 results[i] = combined
         return results
 
-    def _agree(self, group: Group, context: Context, step: int, sizes: Sizes) -> None:
+    def _agree(self, group: Group, context: Context, step: int, outgoing: Outgoing) -> None:
         key = _key(context)
         if key not in group.agreements:
-            agree(group, context, step)
-        group.agreements[key] = sizes
+            agree(group, context, step, forms=outgoing.forms)
+        group.agreements[key] = outgoing.sizes
 
     def fail(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gradtx.wire import Header
 
+STEPS = 4096
 _EXACT = {"float32": 2**24, "float64": 2**53}
 
 
@@ -22,11 +23,13 @@ class Flags:
         not_finite: ranks whose gradients were not finite as they arrived.
         errors: ranks that failed.
         absent: for each leaf, in path order, ranks that have no gradient for it.
+        steps: the sum of the ranks' steps, modulo `STEPS` each.
     """
 
     not_finite: int
     errors: int
     absent: tuple[int, ...]
+    steps: int
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> Flags:
@@ -35,6 +38,7 @@ class Flags:
             sum(not header.finite for header in headers),
             sum(header.error for header in headers),
             tuple(map(sum, zip(*(header.absent for header in headers), strict=True))),
+            sum(header.step % STEPS for header in headers),
         )
 
     def absent_everywhere(self, size: int) -> tuple[bool, ...]:
@@ -45,8 +49,8 @@ class Flags:
 class Slots:
     """The flags as numbers that can be summed without rounding.
 
-    Two slots count bad steps and errors; each further one holds the counts of several leaves, as
-    digits to the base of the number of ranks plus one.
+    Three slots add up bad steps, errors and the ranks' steps; each further one holds the counts of
+    several leaves, as digits to the base of the number of ranks plus one.
 
     Args:
         leaves: how many leaves there are.
@@ -63,22 +67,22 @@ class Slots:
     @property
     def length(self) -> int:
         """How many slots."""
-        return 2 + -(-self._leaves // self._digits)
+        return 3 + -(-self._leaves // self._digits)
 
     def encode(self, header: Header) -> list[float]:
         """This rank's flags."""
         slots = [0] * self.length
-        slots[0], slots[1] = int(not header.finite), int(header.error)
+        slots[:3] = int(not header.finite), int(header.error), header.step % STEPS
         for i, absent in enumerate(header.absent):
             if absent:
-                slots[2 + i // self._digits] += self._base ** (i % self._digits)
+                slots[3 + i // self._digits] += self._base ** (i % self._digits)
         return [float(slot) for slot in slots]
 
     def decode(self, slots: Sequence[float]) -> Flags:
         """The flags of all ranks, from the sum of their slots."""
         numbers = [int(slot) for slot in slots]
         absent = tuple(
-            numbers[2 + i // self._digits] // self._base ** (i % self._digits) % self._base
+            numbers[3 + i // self._digits] // self._base ** (i % self._digits) % self._base
             for i in range(self._leaves)
         )
-        return Flags(numbers[0], numbers[1], absent)
+        return Flags(numbers[0], numbers[1], absent, numbers[2])

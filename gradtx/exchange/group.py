@@ -54,7 +54,8 @@ class Group:
         Args:
             buffer: any dtype ``[n]``, the same on all ranks; it may be written to.
         """
-        self.sent += buffer.numel() * buffer.element_size() if self.rank == 0 < self.size - 1 else 0
+        if self.rank == 0:
+            self.sent += (self.size - 1) * buffer.numel() * buffer.element_size()
         return self._broadcast(buffer) if self.size > 1 else buffer
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:

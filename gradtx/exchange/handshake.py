@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ NBYTES = 1024
 _HEAD = struct.Struct("<4sHHQQQI")
 _MAGIC = b"GRTH"
 _VERSION = 1
+_NOTHING = ["nothing", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Hello:
 
     Attributes:
         chain: 64 bits of a hash over the chain as code.
-        layout: 64 bits of a hash over paths, shapes and accumulation dtypes.
+        layout: 64 bits of a hash over paths, shapes, dtypes, and how each leaf travels.
         step: how many steps its state has seen.
         error: why it cannot go on; empty if it can.
     """
@@ -71,7 +72,13 @@ class Hello:
         return cls(chain, layout, step, text or "unknown error" if failed else "")
 
 
-def agree(group: Group, context: Context, step: int, error: str = "") -> None:
+def agree(
+    group: Group,
+    context: Context,
+    step: int,
+    error: str = "",
+    forms: Mapping[str, str] | None = None,
+) -> None:
     """Compares chain, parameters and step with the other ranks.
 
     Args:
@@ -79,22 +86,28 @@ def agree(group: Group, context: Context, step: int, error: str = "") -> None:
         context: of the step: the chain and the layout.
         step: how many steps this rank's state has seen.
         error: why this rank cannot go on, if it cannot.
+        forms: how each leaf travels, by path, where that is known.
 
     Raises:
         RankMismatchError: on every rank, if one has failed, or they differ.
     """
-    chain = int.from_bytes(hashlib.sha256(context.code.encode()).digest()[:8], "little")
-    hello = Hello(chain, context.layout.fingerprint, step, error)
+    forms = forms or {}
+    leaves = {x.path: [str(x), f"sent {forms.get(x.path)}"] for x in context.layout.leaves}
+    hello = Hello(_hash(context.code), _hash(json.dumps(leaves, sort_keys=True)), step, error)
     hellos = [Hello.decode(message) for message in group.all_gather(hello.encode())]
     _raise_errors([other.error for other in hellos], "before the first exchange")
     if len({(other.chain, other.layout) for other in hellos}) > 1:
-        raise RankMismatchError(_difference(_descriptions(group, context)))
+        raise RankMismatchError(_difference(_descriptions(group, context.code, leaves)))
     if len({other.step for other in hellos}) > 1:
         raise RankMismatchError(
             "the ranks' states are at different steps: "
             + ", ".join(f"rank {rank} at {other.step}" for rank, other in enumerate(hellos))
             + "; load the checkpoint of one step on all ranks"
         )
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def share_error(group: Group, error: str) -> None:
@@ -117,10 +130,11 @@ def _raise_errors(errors: Sequence[str], when: str) -> None:
         raise RankMismatchError("; ".join(failed))
 
 
-def _descriptions(group: Group, context: Context) -> list[tuple[str, dict[str, str]]]:
+def _descriptions(
+    group: Group, code: str, leaves: Mapping[str, list[str]]
+) -> list[tuple[str, dict[str, list[str]]]]:
     """Every rank's chain and leaves; sent only once it is known that they differ."""
-    leaves = {leaf.path: str(leaf) for leaf in context.layout.leaves}
-    own = json.dumps([context.code, leaves]).encode()
+    own = json.dumps([code, leaves]).encode()
     lengths = group.all_gather(_bytes(struct.pack("<Q", len(own))))
     sizes = [struct.unpack("<Q", bytes(length.numpy()))[0] for length in lengths]
     texts = group.all_gather(_bytes(own.ljust(max(sizes), b" ")))
@@ -131,14 +145,14 @@ def _bytes(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _difference(ranks: Sequence[tuple[str, dict[str, str]]]) -> str:
+def _difference(ranks: Sequence[tuple[str, dict[str, list[str]]]]) -> str:
     (chain, leaves), lines = ranks[0], []
     for rank, (other_chain, other_leaves) in enumerate(ranks[1:], 1):
         if other_chain != chain:
             lines.append(f"the chain: rank 0 runs {chain}, rank {rank} runs {other_chain}")
         for path in sorted({*leaves, *other_leaves}):
-            here, there = leaves.get(path, "nothing"), other_leaves.get(path, "nothing")
-            if here != there:
+            pairs = zip(leaves.get(path, _NOTHING), other_leaves.get(path, _NOTHING), strict=True)
+            for here, there in [pair for pair in pairs if pair[0] != pair[1]][:1]:
                 lines.append(f"leaf {path!r}: rank 0 has {here}, rank {rank} has {there}")
     shown = lines[:20] + ([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])
     return "ranks differ in " + "; ".join(shown)

@@ -8,7 +8,7 @@ import torch
 
 from gradtx.core.errors import RankMismatchError
 from gradtx.core.payload import Joined, Payload
-from gradtx.exchange.flags import Flags
+from gradtx.exchange.flags import STEPS, Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
 from gradtx.exchange.outgoing import Outgoing
@@ -48,6 +48,10 @@ def exchange(
         if flags is None:
             total, flags = outgoing.sizes.read_flags(total, group.size)
             _stop_if_failed(group, flags)
+            if flags.steps != group.size * (header.step % STEPS):
+                raise RankMismatchError(
+                    f"this is step {header.step} on rank {group.rank}, but not on all ranks"
+                )
         lengths = [outgoing.length(i) for i in places]
         totals.update(zip(places, total.split(lengths) if lengths else (), strict=True))
     if flags is None:

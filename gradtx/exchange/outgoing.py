@@ -126,6 +126,20 @@ class Outgoing:
         return header.absent[self._layout.path_ranks[position]]
 
     @cached_property
+    def forms(self) -> dict[str, str]:
+        """How each leaf travels, by path: what ranks have to agree on to read each other."""
+        gathered = {
+            i: payload
+            for places, payload in zip(self.places, self.payloads, strict=True)
+            for i in places
+        }
+        gathered |= self.summed
+        return {
+            leaf.path: f"as {gathered[i]!r}" if i in gathered else "dense"
+            for i, leaf in enumerate(self._layout.leaves)
+        }
+
+    @cached_property
     def sizes(self) -> Sizes:
         """The sizes of all that is sent, the same on all ranks."""
         return Sizes(

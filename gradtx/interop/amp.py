@@ -35,12 +35,18 @@ class ScalerAdapter:
 
     def loss_scale(
         self, optimizers: Iterable[torch.optim.Optimizer], gradients: Mapping[str, torch.Tensor]
-    ) -> float:
-        """What the gradients are still multiplied by: 1 if the user has called `unscale_`.
+    ) -> tuple[float, bool]:
+        """What the gradients are still multiplied by, and whether they may be finite.
+
+        The scale is 1 if the user has called `unscale_`; what that found counts, even if the user
+        has clipped it away since.
 
         Args:
             optimizers: those that will step on the gradients.
             gradients: the parameters that have a gradient, by path.
+
+        Returns:
+            The scale, and whether all gradients were finite as far as the scaler knows.
 
         Raises:
             ValueError: if no optimizer is given, or they do not own just these parameters.
@@ -60,11 +66,12 @@ class ScalerAdapter:
                 "stepped since the last scaler.update()"
             )
         if OptState.UNSCALED not in stages:
-            return float(self._scaler.get_scale())
+            return float(self._scaler.get_scale()), True
         for optimizer, stage in zip(optimizers, stages, strict=True):
             if stage is OptState.READY:
                 self._scaler.unscale_(optimizer)
-        return 1.0
+        found = [f for o in optimizers for f in self._state(o)["found_inf_per_device"].values()]
+        return 1.0, not any(bool(flag) for flag in found)
 
     def record(self, optimizers: Iterable[torch.optim.Optimizer], *, skipped: bool) -> None:
         """Leaves the scaler as `unscale_` does, with the verdict of all ranks."""

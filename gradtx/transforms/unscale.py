@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
+
+import numpy as np
 
 from gradtx import backends
 from gradtx.core.payload import Payload
@@ -52,6 +54,8 @@ def unscale() -> Transformation:
 
 
 def _checked(scale: Any) -> Any:
+    if isinstance(scale, (np.ndarray, np.generic)) and scale.ndim == 0:
+        scale = scale.item()
     if scale is None:
         raise ValueError(
             "unscale() needs the loss scale: tx.update(grads, state, loss_scale=...), "
@@ -60,10 +64,13 @@ def _checked(scale: Any) -> Any:
     if backends.is_array(scale):
         if scale.ndim != 0:
             raise ValueError(f"loss_scale has shape {tuple(scale.shape)}: expected a 0-d array")
+        if backends.of(scale).known(scale < 0):
+            raise ValueError(f"loss_scale is {scale}: expected a positive number")
         return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"loss_scale is {scale!r}: expected a number or a 0-d array")
-    if not (math.isfinite(scale) and scale > 0):
+    # Larger than any float, as a whole number can be, counts as infinite.
+    if not (scale > 0 and scale <= sys.float_info.max):
         raise ValueError(f"loss_scale is {scale!r}: expected a positive, finite number")
     return scale
 
@@ -71,4 +78,8 @@ def _checked(scale: Any) -> Any:
 def _divide(leaf: Any, scale: Any) -> Array:
     if isinstance(leaf, Payload):
         raise TypeError(f"unscale() takes dense gradients only, got {leaf!r}: put it first")
-    return widen(leaf) / scale
+    wide = widen(leaf)
+    if backends.is_array(scale):
+        ops = backends.of(scale)
+        scale = ops.cast(scale, backends.of(wide).dtype_name(wide))
+    return wide / scale

@@ -1,0 +1,229 @@
+"""Every chain that is accepted keeps every law, and computes what the reference computes."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradtx as gx
+from gradtx.core.combinators import ErrorFeedbackState, Filter
+from gradtx.core.payload import Joined, Member, decode_leaves
+from gradtx.core.rules import check
+from gradtx.core.tree import flatten, flatten_with_paths, map_leaves, unflatten, widen
+from gradtx.testing import check_laws
+from gradtx.testing import strategies as gs
+from gradtx.testing.trace import Step, default_params, trace
+from reference import Reference, cast_to
+
+STAGES = {
+    "unscale": gx.unscale(),
+    "skip_bn": gx.skip_bn(),
+    "topk": gx.topk(0.3),
+    "sign": gx.sign(),
+    "ef": gx.ef(),
+    "allreduce": gx.allreduce(),
+}
+ACCEPTED = [
+    names
+    for length in range(6)
+    for names in itertools.product(STAGES, repeat=length)
+    if not check([STAGES[name].stage for name in names])
+]
+SMALL = {"bn": torch.zeros(2), "half": torch.zeros(3, dtype=torch.float16), "w": torch.zeros(3, 4)}
+
+
+def parts_of(names):
+    return [STAGES[name] for name in names]
+
+
+def as_numpy(tree):
+    """Path to array; bfloat16 as float32."""
+    paths, leaves, _ = flatten_with_paths(tree)
+    return {
+        path: None
+        if leaf is None
+        else (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()
+        for path, leaf in zip(paths, leaves, strict=True)
+    }
+
+
+def residual_of(state: Any, params) -> dict[str, Any]:
+    """The residual in a state, path to array."""
+    if isinstance(state, ErrorFeedbackState):
+        return as_numpy(state.residual)
+    found = [residual_of(s, params) for s in state if isinstance(s, tuple)] if state else []
+    return next((f for f in found if f), {}) if isinstance(state, tuple) else {}
+
+
+def specification(parts, params):
+    """The chain for the reference."""
+    leaves = dict(zip(*flatten_with_paths(params)[:2], strict=True))
+
+    def stage(part):
+        if isinstance(part, Filter):
+            return "filter_params", {"keep": lambda path: part.predicate(path, leaves[path], None)}
+        return part.name, part.hyperparameters
+
+    return [stage(part) for part in parts]
+
+
+def dtype_name(leaf):
+    return str(leaf.dtype).removeprefix("torch.")
+
+
+def assert_same(got, expected, *, where, dtype, exact, scale):
+    assert (got is None) == (expected is None), where
+    if expected is None:
+        return
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape, where
+    if exact:
+        assert np.array_equal(got, expected, equal_nan=True), (where, got, expected)
+        return
+    info = torch.finfo(getattr(torch, dtype))
+    rounding = info.eps * np.abs(expected, dtype=np.float64) if info.bits == 16 else 0.0
+    with np.errstate(all="ignore"):
+        error = np.abs(got.astype(np.float64) - expected.astype(np.float64))
+    allowed = 1e-6 * scale + rounding + 4 * info.smallest_normal * info.eps
+    same = (got == expected) | (np.isnan(got) & np.isnan(expected)) | (error <= allowed)
+    assert same.all(), (where, got, expected, allowed)
+
+
+def assert_agrees(parts, params, steps, size):
+    """The library and the reference, step by step: outputs on every rank, and residuals.
+
+    Selections, sums in rank order and residuals are to be equal. A mean magnitude is added up in
+    another order: it may differ by 1e-6 of the largest value around, and by one rounding to the
+    leaf's dtype. The reference goes on from the library's residuals, so errors do not add up and
+    both select among the same values.
+    """
+    traces = trace(gx.chain(*parts), params, steps, size)
+    known = {p: x for p, x in zip(*flatten_with_paths(params)[:2], strict=True) if x is not None}
+    shapes = {path: (tuple(leaf.shape), dtype_name(leaf)) for path, leaf in known.items()}
+    reference = Reference(specification(parts, params), shapes, size)
+    exact = "sign" not in [part.name for part in parts]
+    for number, step in enumerate(steps):
+        arrays = [as_numpy(tree) for tree in step.gradients]
+        result = reference.step(arrays, step.loss_scale)
+        for rank, one in enumerate(traces):
+            outputs, treespec = flatten(one.outputs[number])
+            decoded = as_numpy(unflatten(treespec, decode_leaves(outputs)))
+            types = dict(zip(*flatten_with_paths(step.gradients[rank])[:2], strict=True))
+            residuals = residual_of(one.states[number + 1], params)
+            expected = {**result.outputs[rank], **reference.residuals[rank]}
+            scale = max(
+                (
+                    float(np.abs(x, dtype=np.float64).max())
+                    for x in (*expected.values(), *result.outputs[rank].values())
+                    if x is not None and x.size
+                ),
+                default=0.0,
+            )
+            for path, leaf in known.items():
+                where = f"step {number}, rank {rank}, {path}"
+                given = types[path] if types[path] is not None else leaf
+                payload = outputs[list(flatten_with_paths(params)[0]).index(path)]
+                name = dtype_name(given) if isinstance(payload, torch.Tensor) else "float32"
+                name = name if dtype_name(leaf) != "float64" else "float64"
+                want = result.outputs[rank][path]
+                if want is None and isinstance(payload, (Joined, Member)):
+                    # It is in a payload with other leaves, which holds zeros for it.
+                    want = np.zeros(leaf.shape, np.float32)
+                want = None if want is None else cast_to(want, name)
+                assert_same(decoded[path], want, where=where, dtype=name, exact=exact, scale=scale)
+                assert_same(
+                    residuals.get(path),
+                    reference.residuals[rank][path],
+                    where=f"{where}, residual",
+                    dtype="float64" if name == "float64" else "float32",
+                    exact=exact,
+                    scale=scale,
+                )
+            gate = one.states[number + 1].gate
+            assert bool(gate is not None and not gate.last_finite) == result.skipped, number
+        reference.residuals = [
+            {path: residual_of(one.states[number + 1], params).get(path) for path in known}
+            for one in traces
+        ]
+
+
+@st.composite
+def runs(draw, parts, *, dtypes=gs.DTYPES, max_size=3):
+    """Parameters, steps and a world size for a chain; the gradients at times in FP32 already."""
+    params = draw(gs.params(dtypes))
+    size = draw(gs.world_sizes(max_size)) if any(p.name == "allreduce" for p in parts) else 1
+    unscales = any(part.name == "unscale" for part in parts)
+    scales = gs.loss_scales() if unscales else st.just(1.0)
+    steps = draw(gs.sequences(params, size, scales=scales, min_steps=2))
+    if draw(st.booleans()):
+        steps = [
+            Step(tuple(map_leaves(widen, t) for t in step.gradients), step.loss_scale)
+            for step in steps
+        ]
+    return params, steps, size
+
+
+@pytest.mark.parametrize("names", ACCEPTED, ids=" ".join)
+def test_accepted_chain_keeps_the_laws(names):
+    check_laws(gx.chain(*parts_of(names)), params=SMALL, steps=3)
+
+
+@pytest.mark.parametrize("names", ACCEPTED, ids=" ".join)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_accepted_chain_agrees_with_the_reference(names, data):
+    parts = parts_of(names)
+    assert_agrees(parts, *data.draw(runs(parts)))
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_longer_chain_agrees_with_the_reference(data):
+    parts = data.draw(gs.transformations(valid=True, max_stages=8))
+    assert_agrees(parts, *data.draw(runs(parts, max_size=4)))
+
+
+@settings(max_examples=12)
+@given(
+    tx=gs.chains(valid=True, max_stages=8),
+    params=gs.params(),
+    seed=st.integers(0, 100),
+    ranks=st.sampled_from([(1,), (2,), (3,), (4,)]),
+)
+def test_longer_chain_keeps_the_laws(tx, params, seed, ranks):
+    laws = ["L0", "L1", "L2", "L3", "L4", "L5", "L7", "L8"]
+    check_laws(tx, params=params, seed=seed, ranks=ranks, steps=3, laws=laws)
+
+
+@settings(max_examples=20)
+@given(tx=gs.chains(valid=True, exchange=True, max_stages=6), ranks=st.sampled_from([2, 3, 4]))
+def test_longer_chain_pays(tx, ranks):
+    check_laws(tx, ranks=(ranks,), laws=["L10"], params={"bn": torch.zeros(2), "w": torch.zeros(9)})
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.chain(gx.topk(0.5), gx.ef(), gx.sign(feedback=False), gx.allreduce()),
+        gx.chain(gx.error_feedback(gx.topk(0.5), gx.sign()), gx.allreduce()),
+        gx.chain(
+            gx.unscale(), gx.masked(gx.error_feedback(gx.sign()), gx.is_matrix), gx.allreduce()
+        ),
+        gx.chain(gx.apply_if_finite(gx.error_feedback(gx.topk(0.5)), gx.allreduce())),
+        gx.allreduce(),
+        gx.topk(0.5, feedback=False),
+        gx.error_feedback(gx.topk(0.5)),
+    ],
+    ids=repr,
+)
+def test_other_ways_to_write_a_chain_keep_the_laws(tx):
+    check_laws(tx, params={"empty": torch.zeros(0), **SMALL}, steps=3)
+
+
+def test_the_mission_chain_keeps_the_laws_on_the_default_parameters():
+    tx = gx.chain(*parts_of(["unscale", "skip_bn", "topk", "ef", "allreduce"]))
+    check_laws(tx, params=default_params(), ranks=(1, 2, 3, 4))
