@@ -15,6 +15,7 @@ from gradtx.core.combinators import (
     Feedback,
     Filter,
     apply_if_finite,
+    error_feedback,
     masked,
     run,
 )

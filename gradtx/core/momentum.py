@@ -19,7 +19,17 @@ from gradtx.core.combinators import (
 from gradtx.core.payload import Payload, decode_leaves
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Transformation, flat
-from gradtx.core.tree import Array, Info, PyTree, flatten, map_leaves, unflatten, widen
+from gradtx.core.tree import (
+    Array,
+    Info,
+    PyTree,
+    arranged_like,
+    flatten,
+    leaves_like,
+    map_leaves,
+    unflatten,
+    widen,
+)
 
 
 class MomentumCorrectionState(NamedTuple):

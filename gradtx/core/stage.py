@@ -57,8 +57,8 @@ class Stage:
         takes: the forms it accepts (``"dense"``, or the form of a payload); only dense by default.
         gives: the form that leaves a compressor.
         biased: a compressor that is wrong on average, and that error feedback can make up for.
-        contraction: the error of a compressor is smaller than its input, and what the exchange makes of
-            it is linear: without both, feedback would let the residual grow without bound.
+        contraction: the error of a compressor is smaller than its input, and what the exchange
+            makes of it is linear: without both, feedback would let the residual grow without bound.
         feedback: false where the user wrote ``feedback=False``: goes without, on purpose.
         over: of a feedback, how many stages directly to its left it holds; None for the whole run.
         module: the prefix its name is printed with.

@@ -209,7 +209,7 @@ def test_no_index_is_sent(size):
         payloads(tx, grads, 1, state)
         return group.sent - before
 
-    flags = 3
+    flags = 4
     assert set(run_ranks(size, rank)) == {2 * (size - 1) * 4 * (k + flags) // size}
 
 
