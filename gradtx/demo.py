@@ -16,8 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -245,7 +245,7 @@ def rank_main(rank: int, settings: Settings, rendezvous: str, outbox: Any) -> No
     dist.destroy_process_group()
 
 
-def run_ranks(settings: Settings) -> Iterator[Message]:
+def run_ranks(settings: Settings) -> Generator[Message, None, None]:
     """Starts the ranks and hands on what rank 0 tells; no rank outlives this generator.
 
     Raises:
@@ -289,9 +289,12 @@ def collect(settings: Settings, console: Console) -> list[Run]:
     from rich.progress import Progress
 
     runs: list[Run] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+        closing(run_ranks(settings)) as messages,
+    ):
         task = progress.add_task("starting", total=2 * settings.seeds * settings.epochs)
-        for message in run_ranks(settings):
+        for message in messages:
             if isinstance(message, str):
                 progress.update(task, advance=1, description=message)
                 continue
@@ -400,7 +403,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("--seeds", type=whole_number(1), help="training runs a chain (3; with --quick 1)")
-    add("--epochs", type=whole_number(1), help="epochs a run (15; with --quick 6)")
+    add("--epochs", type=whole_number(1), help="epochs a run (15; with --quick 4)")
     add("--ranks", type=whole_number(2, BATCH // 4), default=2, help="processes (2)")
     add("--ratio", type=float, default=0.01, help="share of values that topk sends (0.01)")
     add("--quick", action="store_true", help="a short run, for CI")
@@ -460,7 +463,7 @@ def require_extras() -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
     chains(args.ratio)  # refuses a ratio that topk cannot take
-    seeds, epochs = (1, 6) if args.quick else (3, 15)
+    seeds, epochs = (1, 4) if args.quick else (3, 15)
     return Settings(args.ranks, args.seeds or seeds, args.epochs or epochs, args.ratio)
 
 
@@ -475,9 +478,9 @@ def report(settings: Settings, json_path: Path | None) -> int:
     identical = all(run.identical for run in runs)
     console.print(table(summaries))
     console.print(
-        f"{settings.ranks} ranks, {settings.seeds} seeds, {time.perf_counter() - start:.0f} s; "
         f"compressed against dense: {difference(summaries):+.2f} points; "
-        f"replicas identical: {'yes' if identical else 'NO'}",
+        f"replicas identical: {'yes' if identical else 'NO'} "
+        f"(ranks: {settings.ranks}, seeds: {settings.seeds}, {time.perf_counter() - start:.0f} s)",
         soft_wrap=True,
     )
     if json_path is not None:

@@ -10,7 +10,6 @@ import torch
 
 from gradtx.core.chain import Chain
 from gradtx.core.combinators import Filter
-from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind
 from gradtx.core.transformation import Transformation, flat
 from gradtx.core.tree import PyTree, flatten, flatten_with_paths, map_leaves, unflatten, widen
@@ -303,8 +302,3 @@ def enlarged(params: PyTree) -> PyTree:
         return torch.zeros((length, *rest), dtype=leaf.dtype, device=leaf.device)
 
     return map_leaves(enlarge, params)
-
-
-def is_payload(leaf: Any) -> bool:
-    """Whether a leaf is compressed."""
-    return isinstance(leaf, Payload)

@@ -1,0 +1,264 @@
+"""The laws find what is broken: for each, a chain or a transformation that breaks it."""
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import gradtx as gx
+from gradtx.core.tree import map_leaves
+from gradtx.exchange.group import find_group
+from gradtx.testing import LawViolation, check_laws, laws, run_ranks
+from gradtx.testing.trace import default_params
+
+PARAMS = {"bn": torch.zeros(2), "half": torch.zeros(3, dtype=torch.float16), "w": torch.zeros(3, 4)}
+
+
+class Stage:
+    """A foreign transformation: `fn(leaf)` on every leaf, and a state that `fn` may not see."""
+
+    def __init__(self, fn, init=lambda params: (), after=lambda updates, state: state):
+        self.fn, self.init, self.after = fn, init, after
+
+    def update(self, updates, state, params=None):
+        return map_leaves(self.fn, updates), self.after(updates, state)
+
+
+def stage(*args, **declared):
+    return gx.declare(Stage(*args), name="custom", **declared)
+
+
+def broken(tx, law, **options):
+    """The message of the law's violation, and that only this one breaks when asked alone."""
+    with pytest.raises(LawViolation, match=rf"^{law}: ") as caught:
+        laws.LAWS[law](tx, **{"params": PARAMS, **options})
+    assert caught.value.law == law
+    return str(caught.value)
+
+
+def unchecked(*parts):
+    return gx.chain(*parts, check=False)
+
+
+def test_l0_a_sum_over_ranks_that_is_made_twice():
+    tx = unchecked(gx.allreduce(op="sum"), gx.allreduce(op="sum"))
+    message = broken(tx, "L0")
+    assert "rank 0 of 2, step 0: the result is" in message
+    assert "within" in message
+
+
+def test_l0_gradients_that_are_divided_twice():
+    broken(unchecked(gx.unscale(), gx.unscale()), "L0")
+
+
+def test_l0_says_nothing_of_lossy_chains():
+    laws.meaning(unchecked(gx.topk(0.5), gx.allreduce()), params=PARAMS)
+
+
+def test_l0_leaves_out_what_stands_before_the_exchange():
+    double = stage(lambda leaf: 2 * leaf, linear=True, stateful=False, needs_reduced=False)
+    laws.meaning(gx.chain(gx.unscale(), double, gx.allreduce(), double), params=PARAMS)
+
+
+def test_l1_a_residual_in_loss_scaled_units():
+    tx = unchecked(gx.topk(0.5), gx.ef(), gx.allreduce(), gx.unscale())
+    assert "loss scale" in broken(tx, "L1")
+
+
+def test_l1_a_stage_that_clips_before_the_unscale():
+    clip = stage(lambda leaf: leaf.clamp(-1, 1))
+    broken(unchecked(clip, gx.unscale(), gx.allreduce()), "L1")
+
+
+def test_l1_holds_where_nothing_is_unscaled():
+    laws.scale_freedom(gx.chain(gx.allreduce()), params=PARAMS)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (gx.topk(0.5), gx.allreduce()),
+        (gx.sign(),),
+        (gx.topk(0.5), gx.sign(), gx.allreduce(op="sum")),
+        (gx.topk(0.5), gx.ef(), gx.sign(), gx.allreduce()),
+        (gx.topk(0.5), gx.ef(), gx.allreduce(), gx.sign()),
+    ],
+    ids=repr,
+)
+def test_l2_a_compressor_without_feedback(parts):
+    assert "results + mean residual is" in broken(unchecked(*parts), "L2")
+
+
+def test_l2_a_feedback_that_forgets():
+    ef = gx.error_feedback(gx.topk(0.5))
+
+    def update(updates, state, params=None, **extra):
+        out, new = ef.step(updates, state, params, **extra)
+        return out, new._replace(residual=map_leaves(lambda x: 0.9 * x, new.residual))
+
+    forgetful = gx.Transformation(ef.stage, ef.setup, update, stages=ef.stages, parts=ef.parts)
+    laws.nothing_lost(gx.chain(ef, gx.allreduce()), params=PARAMS)
+    broken(gx.chain(forgetful, gx.allreduce()), "L2")
+
+
+def test_l2_is_waived_where_that_is_written():
+    laws.nothing_lost(gx.chain(gx.topk(0.5, feedback=False), gx.allreduce()), params=PARAMS)
+
+
+def test_l3_a_filter_that_comes_too_late():
+    tx = unchecked(gx.topk(0.5), gx.ef(), gx.skip_bn(), gx.allreduce())
+    assert "a protected leaf" in broken(tx, "L3")
+
+
+def test_l4_a_rank_that_goes_its_own_way():
+    own = stage(lambda leaf: leaf + find_group().rank)
+    assert "rank 1 against rank 0 of 2" in broken(gx.chain(gx.allreduce(), own), "L4")
+
+
+def test_l5_a_state_in_front_of_the_gate():
+    seen = stage(
+        lambda leaf: leaf,
+        lambda params: map_leaves(torch.zeros_like, params),
+        lambda updates, state: map_leaves(
+            lambda new, old: old if new is None else new + 0, updates, state
+        ),
+    )
+    broken(unchecked(seen, gx.unscale(), gx.allreduce()), "L5", ranks=(1,))
+
+
+def test_l5_an_infinity_that_is_hidden_before_it_is_seen():
+    clip = stage(lambda leaf: leaf.nan_to_num(0.5, 1, -1).clamp(-1, 1))
+    assert "expected zeros" in broken(unchecked(clip, gx.unscale(), gx.allreduce()), "L5")
+
+
+def test_l5_exempts_chains_that_are_not_gated():
+    laws.bad_step_leaves_no_trace(gx.chain(gx.allreduce()), params=PARAMS)
+
+
+def test_l7_a_stage_that_writes_into_the_gradients():
+    assert "writes into the gradients" in broken(stage(lambda leaf: leaf.mul_(2)), "L7")
+
+
+def test_l7_a_stage_that_writes_into_its_state():
+    def count(updates, state):
+        state["n"] += 1
+        return state
+
+    tx = stage(lambda leaf: leaf, lambda params: {"n": torch.zeros(1)}, count)
+    assert "writes into the state" in broken(tx, "L7")
+
+
+def test_l7_a_stage_that_remembers_elsewhere():
+    calls, lock = itertools.count(), threading.Lock()
+
+    def add(leaf):
+        with lock:
+            return leaf + next(calls)
+
+    assert "a second time" in broken(stage(add), "L7")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda leaf: leaf.reshape(-1),
+        lambda leaf: leaf[..., :1],
+    ],
+)
+def test_l8_another_shape(fn):
+    assert "expected" in broken(gx.chain(gx.allreduce(), stage(fn)), "L8")
+
+
+def test_l8_a_state_in_another_dtype():
+    tx = stage(
+        lambda leaf: leaf,
+        lambda params: torch.zeros(1),
+        lambda updates, state: state.double(),
+    )
+    assert "the state changed" in broken(tx, "L8")
+
+
+def test_l8_a_payload_behind_the_exchange():
+    tx = unchecked(gx.allreduce(), gx.topk(0.5), gx.ef())
+    assert "comes out compressed" in broken(tx, "L8")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (gx.allreduce(), gx.allreduce()),
+        (gx.allreduce(), gx.topk(0.1), gx.ef()),
+        (gx.topk(0.1), gx.ef(), gx.allreduce(), gx.allreduce()),
+    ],
+    ids=repr,
+)
+def test_l10_traffic_that_does_not_pay(parts):
+    assert "bytes a step on 2 ranks" in broken(unchecked(*parts), "L10")
+
+
+def test_l10_exempts_an_exchange_told_to_gather():
+    tx = gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce(algorithm="gather"))
+    laws.it_pays(tx, params=PARAMS)
+    broken(gx.chain(*tx.transformations[:2], gx.allreduce(), gx.allreduce(), check=False), "L10")
+
+
+@pytest.mark.parametrize("ranks", [(2,), (3,), (4,)])
+def test_l10_a_compressor_that_never_saves_is_not_blamed(ranks):
+    laws.it_pays(gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce()), params=PARAMS, ranks=ranks)
+
+
+def test_check_laws_checks_the_laws_it_is_told():
+    tx = unchecked(gx.topk(0.5), gx.allreduce())
+    check_laws(tx, params=PARAMS, laws=["L0", "L1", "L4"], ranks=(2,))
+    with pytest.raises(LawViolation, match=r"^L2: "):
+        check_laws(tx, params=PARAMS, ranks=(2,))
+
+
+def test_check_laws_refuses_unknown_laws():
+    with pytest.raises(ValueError, match=r"unknown laws \['L6'\]: expected some of L0, L1, L2"):
+        check_laws(gx.chain(), laws=["L2", "L6"])
+
+
+def test_other_seeds_draw_other_gradients():
+    found = {broken(gx.chain(gx.sign(), check=False), "L2", seed=seed) for seed in range(3)}
+    assert len(found) == 3
+
+
+def test_a_violation_is_an_assertion_error():
+    assert issubclass(LawViolation, AssertionError)
+
+
+@pytest.mark.parametrize("tx", [gx.chain(), gx.unscale(), gx.topk(0.5, feedback=False)], ids=repr)
+def test_fragments_and_single_transformations(tx):
+    check_laws(tx, params=default_params())
+
+
+def test_only_the_strategies_need_hypothesis():
+    code = (
+        "import sys; sys.modules['hypothesis'] = None\n"
+        "import gradtx as gx, torch\n"
+        "from gradtx import testing\n"
+        "assert testing.run_ranks(2, lambda rank: rank) == [0, 1]\n"
+        "testing.check_laws(gx.chain(gx.allreduce()), params={'w': torch.zeros(2)})\n"
+        "assert 'jax' not in sys.modules\n"
+        "try:\n    testing.strategies\n"
+        "except ImportError as error:\n    assert 'hypothesis' in str(error)\n"
+        "else:\n    raise AssertionError('hypothesis is not there')\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
+
+
+def test_the_strategies_are_there_when_asked_for():
+    from gradtx import testing
+
+    assert testing.strategies.chains
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = testing.nothing
+
+
+def test_ranks_see_the_violation_of_one():
+    with pytest.raises(LawViolation):
+        run_ranks(2, lambda rank: laws.meaning(unchecked(gx.unscale(), gx.unscale())))
