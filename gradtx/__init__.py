@@ -7,12 +7,24 @@ tx = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.01), gx.ef(), gx.allreduce()
 
 __version__ = "0.1.0"
 
+from gradtx.compressors.cast import Cast, cast
+from gradtx.compressors.compressor import compressor, random_compressor
+from gradtx.compressors.levels import Levels
+from gradtx.compressors.natural import Powers, natural
+from gradtx.compressors.powersgd import LowRank, powersgd
+from gradtx.compressors.quantize import quantize
+from gradtx.compressors.random_k import random_k
+from gradtx.compressors.schedule import Schedule, warmup_density
 from gradtx.compressors.sign import Signs, sign, sign_quantize
+from gradtx.compressors.ternary import ternary
+from gradtx.compressors.threshold import threshold
 from gradtx.compressors.topk import Sparse, topk, topk_sparsify
 from gradtx.core.chain import Chain, ChainState, chain
 from gradtx.core.combinators import apply_if_finite, ef, error_feedback, masked
 from gradtx.core.errors import ChainOrderError, RankMismatchError, Violation
 from gradtx.core.explain import explain
+from gradtx.core.momentum import momentum_correction
+from gradtx.core.payload import Payload, register_payload
 from gradtx.core.predicates import (
     Predicate,
     is_batch_norm,
@@ -21,6 +33,7 @@ from gradtx.core.predicates import (
     min_size,
     path_glob,
 )
+from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
@@ -29,21 +42,32 @@ from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
 
 __all__ = [
+    "Argument",
+    "Cast",
     "Chain",
     "ChainOrderError",
     "ChainState",
+    "Kind",
     "LeafInfo",
+    "Levels",
+    "LowRank",
+    "Payload",
     "Pipeline",
+    "Powers",
     "Predicate",
     "RankMismatchError",
+    "Schedule",
     "Signs",
     "Sparse",
+    "Stage",
     "SyncReport",
     "Transformation",
     "Violation",
     "allreduce",
     "apply_if_finite",
+    "cast",
     "chain",
+    "compressor",
     "declare",
     "ef",
     "error_feedback",
@@ -54,11 +78,21 @@ __all__ = [
     "is_matrix",
     "masked",
     "min_size",
+    "momentum_correction",
+    "natural",
     "path_glob",
+    "powersgd",
+    "quantize",
+    "random_compressor",
+    "random_k",
+    "register_payload",
     "sign",
     "sign_quantize",
     "skip_bn",
+    "ternary",
+    "threshold",
     "topk",
     "topk_sparsify",
     "unscale",
+    "warmup_density",
 ]

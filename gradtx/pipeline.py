@@ -11,7 +11,7 @@ import torch
 
 from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import flatten_state, restore_state
-from gradtx.core.chain import Chain, find_exchange, telling_others
+from gradtx.core.chain import Chain, telling_others
 from gradtx.core.errors import ChainOrderError, RankMismatchError
 from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind
@@ -137,7 +137,7 @@ class Pipeline:
         """
         sent = self._group.sent
         context = Context(self._state.layout, self.tx.code(local=False))
-        with telling_others(find_exchange(self.tx.core, self._state.states), context):
+        with telling_others(self.tx, self._state, context):
             self._check_frozen()
             extra = self._loss_scale(optimizers, loss_scale)
         updates, self._state = self.tx.update(self._gradients(), self._state, self._tree, **extra)

@@ -123,6 +123,79 @@ def _sum(x: Array) -> Array:
     return (x + error)[..., 0]
 
 
+def max_magnitude(x: Array) -> Array:
+    """The largest ``|x|`` of the last axis; zero for an empty one, NaN if there is one."""
+    return jnp.abs(x).max(-1, initial=0.0)
+
+
+def euclidean_norm(x: Array) -> Array:
+    """The square root of the sum of squares over the last axis; no square of FP32 overflows."""
+    power = jnp.clip(exponent(max_magnitude(x)), -125, 125)[..., None]
+    dtype = dtype_name(x)
+    norm = jnp.sqrt(jnp.square(x * power_of_two(-power, dtype)).sum(-1))
+    return norm * power_of_two(power, dtype)[..., 0]
+
+
+def blocks(x: Array, size: int) -> Array:
+    """The flat `x` in rows of `size`, the last one filled with zeros."""
+    return jnp.reshape(jnp.pad(x, (0, -x.shape[0] % size)), (-1, size))
+
+
+def limit(x: Array, bound: float) -> Array:
+    """`x` limited to ``-bound`` to `bound`; NaN gives zero."""
+    return jnp.nan_to_num(jnp.clip(x, -bound, bound), nan=0.0)
+
+
+def round_by(x: Array, noise: Array | float) -> Array:
+    """`x` in whole numbers: up where its fraction is larger than the noise, else down."""
+    lower = jnp.floor(x)
+    return lower + (x - lower > noise)
+
+
+def bitcast(x: Array, dtype: str) -> Array:
+    """The bits of `x` as another dtype of the same size."""
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(dtype))
+
+
+def signbit(x: Array) -> Array:
+    """Bools: the sign bit is set."""
+    return jnp.signbit(x)
+
+
+def exponent(x: Array) -> Array:
+    """``floor(log2(abs(x)))`` as int32, exactly, for normal FP32 and FP64 numbers.
+
+    Zero and denormal numbers give one less than the smallest, infinity and NaN one more than the
+    largest: what `power_of_two` turns into zero and infinity.
+    """
+    bits, mantissa, bias = _float_bits(x)
+    return ((bits >> mantissa) & (2 * bias + 1)).astype(jnp.int32) - bias
+
+
+def power_of_two(exponent: Array, dtype: str) -> Array:
+    """``2**exponent`` in FP32 or FP64, exactly; see the function `exponent` for its range."""
+    kind, mantissa, bias = _FLOATS[dtype]
+    return bitcast((exponent.astype(kind) + bias) << mantissa, dtype)
+
+
+def random_exponent(x: Array, key: Array) -> Array:
+    """The exponent of one of the powers of two around ``abs(x)``, drawn so that its mean is that.
+
+    As by `exponent`, but a denormal number goes to zero or to the smallest normal one, and what is
+    above the largest power of two goes down to it.
+    """
+    bits, mantissa, bias = _float_bits(x)
+    bits = bits & (((2 * bias + 2) << mantissa) - 1)
+    noise = random_bits(key, x.shape[-1], x)
+    if mantissa > 32:
+        noise = noise.astype(bits.dtype) << (mantissa - 32)
+    else:
+        noise = (noise >> (32 - mantissa)).astype(bits.dtype)
+    # The mantissa is the probability of the larger one: adding noise to it carries as often.
+    noise = noise * (bits < (2 * bias) << mantissa)
+    return ((bits + noise) >> mantissa).astype(jnp.int32) - bias
+
+
 def top_k(x: Array, k: int) -> Array:
     """Indices (int32, ascending) of the `k` largest magnitudes of the last axis.
 
@@ -141,3 +214,76 @@ def pack_bits(bits: Array) -> Array:
 def unpack_bits(data: Array, n: int) -> Array:
     """The inverse of `pack_bits`: the first `n` bools."""
     return jnp.unpackbits(data, axis=-1, count=n, bitorder="little").astype(jnp.bool_)
+
+
+def random_subset(key: Array, n: int, k: int, like: Array) -> Array:
+    """Indices (int32, ascending) of `k` of `n` places, every choice as likely: no place twice.
+
+    The choice is a function of the key alone, the same as on the torch side.
+    """
+    if k in (0, n):
+        return jnp.arange(k, dtype=jnp.int32)
+    keys = (random_bits(key, n, like) & jnp.uint32(0x7FFFFFFF)).astype(jnp.int32)
+    return jnp.sort(jax.lax.top_k(keys, k)[1])
+
+
+def stack(arrays: Sequence[Array]) -> Array:
+    """Arrays of one shape, along a new first axis."""
+    return jnp.stack(list(arrays))
+
+
+def orthonormal(x: Array) -> Array:
+    """For each matrix ``[..., n, r]``, n >= r: orthonormal columns whose span holds its own."""
+    return jnp.linalg.qr(x)[0]
+
+
+def total_norm(leaves: Sequence[Array]) -> Array:
+    """0-d FP32 or FP64: the Euclidean norm of all leaves together; no square overflows."""
+    largest = [jnp.abs(x).max(initial=0.0) for x in leaves]
+    scale = jnp.stack(largest).max() if largest else jnp.zeros(())
+    safe = jnp.where(scale > 0, scale, 1.0)
+    return safe * jnp.sqrt(sum((jnp.square(x / safe).sum() for x in leaves), jnp.zeros(())))
+
+
+def concrete(count: Array) -> int | None:
+    """The value of a 0-d whole number; None if it is not known yet, as under `jax.jit`."""
+    return None if isinstance(count, jax.core.Tracer) else int(count)
+
+
+def random_key(*words: int | Array) -> Array:
+    """A 0-d uint32 mixed from whole numbers, the same bits as on the torch side."""
+    key = jnp.zeros((), jnp.uint32)
+    for word in words:
+        bits = jnp.uint32(word % 2**32) if isinstance(word, int) else word.astype(jnp.uint32)
+        key = _mix(_mix(key ^ bits) + jnp.uint32(_GOLDEN))
+    return key
+
+
+def random_bits(key: Array, n: int, like: Array) -> Array:
+    """`n` uint32 numbers, uniform over all bit patterns, a function of the key alone."""
+    del like
+    counter = jnp.arange(n, dtype=jnp.uint32)
+    return _mix(_mix(counter ^ key) + _mix(key + jnp.uint32(_GOLDEN)))
+
+
+def uniform(key: Array, n: int, like: Array) -> Array:
+    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``."""
+    return (random_bits(key, n, like) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+# The whole number of the same size, the bits of the mantissa, and the bias of the exponent.
+_FLOATS = {"float32": ("int32", 23, 127), "float64": ("int64", 52, 1023)}
+
+
+def _float_bits(x: Array) -> tuple[Array, int, int]:
+    kind, mantissa, bias = _FLOATS[dtype_name(x)]
+    return bitcast(x, kind), mantissa, bias
+
+
+_GOLDEN = 0x9E3779B9
+
+
+def _mix(x: Array) -> Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

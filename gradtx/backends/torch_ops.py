@@ -11,7 +11,11 @@ from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
 
 _DTYPES = {
-    name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int32")
+    name: getattr(torch, name)
+    for name in (
+        *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+        *("uint8", "int16", "int32"),
+    )
 }
 
 
@@ -110,6 +114,80 @@ def mean_magnitude(x: torch.Tensor) -> torch.Tensor:
     return mean.to(x.dtype)
 
 
+def max_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """The largest ``|x|`` of the last axis; zero for an empty one, NaN if there is one."""
+    if x.shape[-1] == 0:
+        return x.new_zeros(x.shape[:-1])
+    return x.abs().amax(-1)
+
+
+def euclidean_norm(x: torch.Tensor) -> torch.Tensor:
+    """The square root of the sum of squares over the last axis; no square of FP32 overflows."""
+    norm: torch.Tensor = torch.linalg.vector_norm(x, 2, -1, dtype=torch.float64)
+    return norm.to(x.dtype)
+
+
+def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """The flat `x` in rows of `size`, the last one filled with zeros."""
+    missing = -x.shape[0] % size
+    return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(-1, size)
+
+
+def limit(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """`x` limited to ``-bound`` to `bound`; NaN gives zero."""
+    return x.clamp(-bound, bound).nan_to_num_(0.0)
+
+
+def round_by(x: torch.Tensor, noise: torch.Tensor | float) -> torch.Tensor:
+    """`x` in whole numbers: up where its fraction is larger than the noise, else down."""
+    lower = x.floor()
+    return lower.add_(torch.gt(x - lower, noise))
+
+
+def bitcast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The bits of `x` as another dtype of the same size."""
+    return x.view(_DTYPES[dtype])
+
+
+def signbit(x: torch.Tensor) -> torch.Tensor:
+    """Bools: the sign bit is set."""
+    return torch.signbit(x)
+
+
+def exponent(x: torch.Tensor) -> torch.Tensor:
+    """``floor(log2(abs(x)))`` as int32, exactly, for normal FP32 and FP64 numbers.
+
+    Zero and denormal numbers give one less than the smallest, infinity and NaN one more than the
+    largest: what `power_of_two` turns into zero and infinity.
+    """
+    bits, mantissa, bias = _float_bits(x)
+    return ((bits >> mantissa) & (2 * bias + 1)).to(torch.int32) - bias
+
+
+def power_of_two(exponent: torch.Tensor, dtype: str) -> torch.Tensor:
+    """``2**exponent`` in FP32 or FP64, exactly; see the function `exponent` for its range."""
+    kind, mantissa, bias = _FLOATS[dtype]
+    return ((exponent.to(kind) + bias) << mantissa).view(_DTYPES[dtype])
+
+
+def random_exponent(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The exponent of one of the powers of two around ``abs(x)``, drawn so that its mean is that.
+
+    As by `exponent`, but a denormal number goes to zero or to the smallest normal one, and what is
+    above the largest power of two goes down to it.
+    """
+    bits, mantissa, bias = _float_bits(x)
+    bits = bits & (((2 * bias + 2) << mantissa) - 1)
+    noise = random_bits(key, x.shape[-1], x)
+    if mantissa > 32:
+        noise = (noise.to(bits.dtype) & 0xFFFFFFFF) << (mantissa - 32)
+    else:
+        noise = (noise >> (32 - mantissa)) & ((1 << mantissa) - 1)
+    # The mantissa is the probability of the larger one: adding noise to it carries as often.
+    noise *= bits < (2 * bias) << mantissa
+    return ((bits + noise) >> mantissa).to(torch.int32) - bias
+
+
 def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     """Indices (int64, ascending) of the `k` largest magnitudes of the last axis.
 
@@ -124,3 +202,112 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     rows = x.detach().contiguous().reshape(-1, n).numpy()
     chosen = [torch.from_numpy(largest_magnitudes(row, k)) for row in rows]
     return torch.stack(chosen).reshape(*x.shape[:-1], k)
+
+
+def random_subset(key: torch.Tensor, n: int, k: int, like: torch.Tensor) -> torch.Tensor:
+    """Indices (int64, ascending) of `k` of `n` places, every choice as likely: no place twice.
+
+    Args:
+        key: from `random_key`; the choice is a function of it alone, the same as on the JAX side.
+        n: how many places.
+        k: how many of them.
+        like: a tensor on the device to use.
+    """
+    if k in (0, n):
+        return torch.arange(k, device=like.device)
+    keys = random_bits(key, n, like) & 0x7FFFFFFF
+    if like.device.type == "cpu":
+        return torch.from_numpy(largest_magnitudes(keys.numpy().view("float32"), k))
+    return keys.sort(stable=True, descending=True).indices[:k].sort().values
+
+
+def stack(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Arrays of one shape, along a new first axis."""
+    return torch.stack(list(arrays))
+
+
+def orthonormal(x: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns whose span holds those of `x`, for each matrix ``[..., n, r]``, n >= r.
+
+    By Householder reflections: the columns are orthonormal whatever the rank, for a matrix of zeros
+    too, and no square overflows.
+    """
+    columns: torch.Tensor = torch.linalg.qr(x)[0]
+    return columns
+
+
+def total_norm(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """0-d FP64: the Euclidean norm of all leaves together; no square overflows FP32."""
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in leaves]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms])
+    )
+    return total
+
+
+def concrete(count: torch.Tensor) -> int | None:
+    """The value of a 0-d whole number; None if it is not known yet."""
+    return int(count)
+
+
+def random_key(*words: int | torch.Tensor) -> torch.Tensor:
+    """A 0-d int32 mixed from whole numbers, the same bits as on the JAX side.
+
+    Args:
+        *words: Python numbers (taken modulo 2**32) or 0-d int32 tensors.
+    """
+    key = torch.zeros((), dtype=torch.int32)
+    for word in words:
+        if not isinstance(word, torch.Tensor):
+            word = torch.tensor(_signed(word), dtype=torch.int32)
+        key = _mix(_mix(key ^ word.cpu()) + _signed(_GOLDEN))
+    return key
+
+
+def random_bits(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
+    """`n` int32 numbers, uniform over all bit patterns, a function of the key alone.
+
+    Args:
+        key: from `random_key`.
+        n: how many, below 2**32.
+        like: a tensor on the device to use.
+    """
+    key = key.to(like.device)
+    counter = torch.arange(n, device=like.device).to(torch.int32)
+    return _mix(_mix(counter.bitwise_xor_(key)).add_(_mix(key + _signed(_GOLDEN))))
+
+
+def uniform(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
+    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``."""
+    bits = random_bits(key, n, like).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
+    return bits.to(torch.float32).mul_(2.0**-24)
+
+
+# The whole number of the same size, the bits of the mantissa, and the bias of the exponent.
+_FLOATS = {"float32": (torch.int32, 23, 127), "float64": (torch.int64, 52, 1023)}
+
+
+def _float_bits(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    kind, mantissa, bias = _FLOATS[dtype_name(x)]
+    return x.view(kind), mantissa, bias
+
+
+_GOLDEN = 0x9E3779B9
+
+
+def _signed(word: int) -> int:
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    # A bijection of 32 bits in which every input bit changes every output bit half of the time
+    # (the constants are from C. Wellons, "Prospecting for Hash Functions", 2018). In place: it is
+    # allocation that takes the time.
+    high = (x >> 16).bitwise_and_(0xFFFF)
+    x.bitwise_xor_(high).mul_(0x7FEB352D)
+    torch.bitwise_right_shift(x, 15, out=high).bitwise_and_(0x1FFFF)
+    x.bitwise_xor_(high).mul_(_signed(0x846CA68B))
+    torch.bitwise_right_shift(x, 16, out=high).bitwise_and_(0xFFFF)
+    return x.bitwise_xor_(high)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.payload import Member, Payload, values_of
 from gradtx.core.stage import Stage
-from gradtx.core.transformation import Transformation
-from gradtx.core.tree import Array, PyTree, map_leaves, widen
+from gradtx.core.transformation import Context, Transformation
+from gradtx.core.tree import (
+    Array,
+    Info,
+    PyTree,
+    flatten,
+    flatten_with_paths,
+    map_leaves,
+    unflatten,
+    widen,
+)
 
 Encode = Callable[[Array, tuple[int, ...]], Payload]
 
@@ -29,9 +40,83 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        check_form(stage, flatten(updates)[0])
         return map_leaves(lambda leaf: encode_leaf(leaf, encode), updates), state
 
     return Transformation(stage, None, update)
+
+
+class RandomState(NamedTuple):
+    """The state of a compressor that draws random numbers.
+
+    Attributes:
+        count: 0-d int32: steps so far; with the seed, the compressor's name, the leaf's path and
+            the rank it is all that the numbers depend on.
+    """
+
+    count: Array
+
+
+def random_compressor(
+    stage: Stage,
+    encode: Callable[[Array, tuple[int, ...], Array], Payload],
+    *,
+    seed: int,
+    shared: bool,
+) -> Transformation:
+    """A compressor that draws random numbers, leaf by leaf, from a stream of its own.
+
+    Args:
+        stage: its declaration.
+        encode: ``encode(flat, shape, key) -> Payload``, as for `compressor`; the key is for
+            `ops.uniform(key, n, like)` and differs for every leaf and step.
+        seed: of the stream.
+        shared: whether all ranks draw the same numbers, rather than independent ones.
+
+    Returns:
+        The transformation.
+    """
+
+    def init(params: PyTree, info: Info | None) -> RandomState:
+        return RandomState(backends.find(flatten(params)[0]).counter())
+
+    def update(
+        updates: PyTree, state: RandomState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, RandomState]:
+        context: Context | None = extra.get("context")
+        rank = 0 if shared or context is None else context.rank
+        paths, leaves, treespec = flatten_with_paths(updates)
+        check_form(stage, leaves)
+        ops = backends.of(state.count)
+        out = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            # The name, so that two compressors of one seed in a chain draw independently.
+            leaf_word = zlib.crc32(f"{stage.name} {path}".encode())
+            key = ops.random_key(seed, leaf_word, rank, state.count)
+            out.append(leaf if leaf is None else encode_leaf(leaf, partial(_with_key, encode, key)))
+        return unflatten(treespec, out), RandomState(state.count + 1)
+
+    return Transformation(stage, init, update)
+
+
+def _with_key(
+    encode: Callable[[Array, tuple[int, ...], Array], Payload],
+    key: Array,
+    flat: Array,
+    shape: tuple[int, ...],
+) -> Payload:
+    return encode(flat, shape, key)
+
+
+def check_form(stage: Stage, leaves: Sequence[Any]) -> None:
+    """Refuses payloads where a stage takes dense leaves only.
+
+    Raises:
+        TypeError: naming the first of them.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Payload) and stage.takes == {"dense"}:
+            raise TypeError(f"{stage.code()} takes dense leaves only, got {leaf!r}")
 
 
 def encode_leaf(leaf: Any, encode: Encode) -> Payload:

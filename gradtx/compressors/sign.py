@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradtx import backends
+from gradtx.compressors.arguments import check_bool
 from gradtx.compressors.compressor import compressor
 from gradtx.core.payload import Payload, register_payload
-from gradtx.core.stage import Argument, Kind, Stage, check_bool
+from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array
 
@@ -20,7 +23,6 @@ class Signs(Payload):
     """
 
     children = ("bits", "scale")
-    form = "signs"
     bits: Array
     scale: Array
 
@@ -30,21 +32,60 @@ class Signs(Payload):
         return ops.where(ops.unpack_bits(self.bits, self.size), self.scale, -self.scale)
 
 
-def sign_quantize(*, feedback: bool = True) -> Transformation:
+@register_payload
+class Votes(Payload):
+    """One bit a value: a vote for its sign. The result is that of most ranks.
+
+    Attributes:
+        bits: uint8 ``[ceil(n / 8)]``: a set bit is a value of at least zero, lowest bit first.
+    """
+
+    children = ("bits",)
+    bits: Array
+
+    def decode(self) -> Array:
+        """1 and -1."""
+        ops = backends.of(self.bits)
+        votes = ops.cast(ops.unpack_bits(self.bits, self.size), self.dtype)
+        return 2 * votes - 1
+
+    def combined(self, total: Array) -> Array:
+        """The sign of the sum of the votes: 1, -1, or 0 for a tie."""
+        ops = backends.of(total)
+        dtype = ops.dtype_name(total)
+        return ops.cast(total > 0, dtype) - ops.cast(total < 0, dtype)
+
+
+def sign_quantize(
+    *, scale: str = "l1", majority_vote: bool = False, feedback: bool = True
+) -> Transformation:
     r"""One bit a value and one scale a leaf: :math:`\hat g_i = \pm \frac{1}{n} \sum_j |g_j|`.
 
     The error is :math:`\|g\|_2^2 - \|g\|_1^2 / n`: it is a contraction, and needs error feedback.
     Zero counts as positive; a leaf of zeros has the scale zero and decodes to zeros.
 
+    With a majority vote there is no scale: the exchange hands on the sign that more ranks have, 1
+    or -1, and 0 where as many have one as the other. Zero votes for 1; a rank without a gradient
+    for the leaf does not vote. The result is 1, -1 or 0 whatever the exchange's `op`. It is not
+    linear over the ranks, so there can be no error feedback over it.
+
     Args:
+        scale: ``"l1"``, the mean magnitude. The root of the mean square, which some systems take,
+            is larger, and no contraction: the error may exceed the gradient.
+        majority_vote: whether the exchange hands on the sign of most ranks.
         feedback: False goes without error feedback, on purpose: the result is biased.
 
     Returns:
-        The transformation: dense leaves or sparse payloads (whose values it takes) to `Signs`.
+        The transformation: dense leaves or sparse payloads (whose values it takes) to `Signs`;
+        dense leaves to `Votes` with a majority vote.
+
+    Raises:
+        TypeError: if `majority_vote` or `feedback` is no bool.
+        ValueError: for another `scale`.
 
     References:
         Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback
-        Fixes SignSGD, 2019.
+        Fixes SignSGD, 2019; Bernstein et al., signSGD with Majority Vote, 2019.
 
     Example:
         >>> import torch, gradtx as gx
@@ -53,23 +94,48 @@ def sign_quantize(*, feedback: bool = True) -> Transformation:
         >>> updates[0].decode()
         tensor([ 2., -2.])
     """
-    check_bool("sign(feedback=...)", feedback)
+    _check_scale(scale)
+    check_bool("sign(majority_vote", majority_vote)
+    check_bool("sign(feedback", feedback)
     stage = Stage(
         "sign",
         Kind.COMPRESSOR,
-        (Argument("feedback", feedback, True),),
-        takes=frozenset({"dense", "sparse"}),
-        gives="signs",
-        biased=True,
+        (
+            Argument("scale", scale, "l1"),
+            Argument("majority_vote", majority_vote, False),
+            Argument("feedback", feedback, True),
+        ),
+        # A vote over values at places that differ between ranks means nothing.
+        takes=frozenset({"dense"} if majority_vote else {"dense", "sparse"}),
+        gives="votes" if majority_vote else "signs",
+        # A vote is wrong on average as well, but by design: no feedback can make up for it.
+        biased=not majority_vote,
+        contraction=not majority_vote,
         feedback=feedback,
     )
-    return compressor(stage, _encode)
+    return compressor(stage, _vote if majority_vote else _encode)
+
+
+def _check_scale(scale: Any) -> None:
+    if scale == "rms":
+        raise ValueError(
+            "sign(scale='rms'): the root mean square is no contraction, the error may exceed the "
+            "gradient and the residual grows without bound; write sign(), which takes the mean "
+            "magnitude"
+        )
+    if scale != "l1":
+        raise ValueError(f"sign(scale={scale!r}): expected 'l1', the mean magnitude")
 
 
 def _encode(flat: Array, shape: tuple[int, ...]) -> Payload:
     ops = backends.of(flat)
     scale = ops.reshape(ops.mean_magnitude(flat), (1,))
     return Signs(ops.pack_bits(flat >= 0), scale, shape, ops.dtype_name(flat))
+
+
+def _vote(flat: Array, shape: tuple[int, ...]) -> Payload:
+    ops = backends.of(flat)
+    return Votes(ops.pack_bits(flat >= 0), shape, ops.dtype_name(flat))
 
 
 sign = sign_quantize

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from gradtx import backends
+from gradtx.compressors.arguments import check_bool, check_ratio, count
+from gradtx.compressors.cast import encode_cast
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
+from gradtx.compressors.schedule import Schedule, scheduled
 from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
-from gradtx.core.stage import Argument, Kind, Stage, check_bool
+from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array, PyTree, flatten_with_paths, unflatten, widen
+
+VALUES = ("float32", "float16", "bfloat16")
 
 
 @register_payload
@@ -24,7 +28,6 @@ class Sparse(Payload):
 
     children = ("values", "indices")
     codecs = {"indices": "index"}  # noqa: RUF012
-    form = "sparse"
     values: Any
     indices: Array
 
@@ -41,15 +44,24 @@ class Sparse(Payload):
         return Sparse(values, self.indices, self.shape, self.dtype)
 
 
-def topk_sparsify(ratio: float, *, scope: str = "leaf", feedback: bool = True) -> Transformation:
+def topk_sparsify(
+    ratio: float | Schedule,
+    *,
+    scope: str = "leaf",
+    values: str = "float32",
+    feedback: bool = True,
+) -> Transformation:
     r"""Sends the ``max(1, round(ratio * n))`` largest magnitudes of `n`, exactly.
 
     Ties go to the lowest index. An empty leaf sends none. It is a contraction with
     :math:`\delta = k / n`, and needs error feedback.
 
     Args:
-        ratio: the share of values that is sent, a float over 0 and at most 1.
+        ratio: the share of values that is sent, a float over 0 and at most 1, or a `Schedule`,
+            such as `warmup_density` gives.
         scope: ``"leaf"`` chooses within each leaf, ``"global"`` over all leaves together.
+        values: what the values travel in: ``"float32"`` (FP64 for FP64 leaves), or ``"float16"`` or
+            ``"bfloat16"``, scaled as by `cast`; what that rounding leaves out is fed back too.
         feedback: False goes without error feedback, on purpose: what is not sent is lost.
 
     Returns:
@@ -57,7 +69,8 @@ def topk_sparsify(ratio: float, *, scope: str = "leaf", feedback: bool = True) -
 
     Raises:
         TypeError: if the ratio is no float.
-        ValueError: if the ratio is not over 0 and at most 1, or the scope is unknown.
+        ValueError: if the ratio is not over 0 and at most 1, or the scope or the values' dtype is
+            unknown.
 
     References:
         Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017; Stich et al.,
@@ -71,28 +84,47 @@ def topk_sparsify(ratio: float, *, scope: str = "leaf", feedback: bool = True) -
         >>> updates["w"].indices, updates["w"].values
         (tensor([1, 3]), tensor([-4.,  2.]))
     """
-    ratio = _checked_ratio(ratio)
-    check_bool("topk(feedback=...)", feedback)
+    if isinstance(ratio, Schedule):
+        for value in ratio.values:
+            check_ratio("topk(ratio", value)
+    else:
+        ratio = check_ratio("topk(ratio", ratio)
+    check_bool("topk(feedback", feedback)
     if scope not in ("leaf", "global"):
         raise ValueError(f"topk(scope={scope!r}): expected 'leaf' or 'global'")
+    if values not in VALUES:
+        raise ValueError(f"topk(values={values!r}): expected {', '.join(map(repr, VALUES))}")
     stage = Stage(
         "topk",
         Kind.COMPRESSOR,
         (
             Argument("ratio", ratio),
             Argument("scope", scope, "leaf"),
+            Argument("values", values, "float32"),
             Argument("feedback", feedback, True),
         ),
         takes=frozenset({"dense", "sparse"}),
-        gives="sparse",
+        gives="sparse" if values == "float32" else "codes",
         biased=True,
+        stateful=isinstance(ratio, Schedule),
         feedback=feedback,
     )
+    if isinstance(ratio, Schedule):
+        return scheduled(stage, ratio, lambda value: _topk(stage, value, scope, values))
+    return _topk(stage, ratio, scope, values)
 
+
+topk = topk_sparsify
+
+
+def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation:
     def encode(flat: Array, shape: tuple[int, ...]) -> Payload:
         ops = backends.of(flat)
         indices = ops.top_k(flat, count(ratio, flat.shape[-1]))
-        return Sparse(ops.take(flat, indices), indices, shape, ops.dtype_name(flat))
+        chosen = ops.take(flat, indices)
+        if values != "float32":
+            chosen = encode_cast(chosen, tuple(chosen.shape), values)
+        return Sparse(chosen, indices, shape, ops.dtype_name(flat))
 
     if scope == "leaf":
         return compressor(stage, encode)
@@ -114,9 +146,6 @@ def topk_sparsify(ratio: float, *, scope: str = "leaf", feedback: bool = True) -
     return Transformation(stage, None, update)
 
 
-topk = topk_sparsify
-
-
 def _joined(leaves: list[Any], order: list[int], encode: Encode) -> list[Any]:
     """The leaves compressed as one: a `Joined` at the first place in `order`, then `Member`s."""
     if not order:
@@ -135,7 +164,7 @@ def _concatenated(leaves: list[Any]) -> Any:
     """All leaves as one flat array, or, if they are sparse, as one sparse payload."""
     if not any(isinstance(leaf, Payload) for leaf in leaves):
         return _concat_wide([widen(leaf) for leaf in leaves])
-    if not all(isinstance(leaf, Sparse) and backends.is_array(leaf.values) for leaf in leaves):
+    if not all(type(leaf) is Sparse and backends.is_array(leaf.values) for leaf in leaves):
         raise TypeError(f"topk(scope='global') takes all leaves dense or all sparse, got {leaves}")
     start, indices = 0, []
     for leaf in leaves:
@@ -150,18 +179,3 @@ def _concat_wide(arrays: list[Array]) -> Array:
     ops = backends.find(arrays)
     dtype = max(ops.dtype_name(array) for array in arrays)  # "float32" < "float64"
     return ops.concat([ops.ravel(ops.cast(array, dtype)) for array in arrays])
-
-
-def count(ratio: float, n: int) -> int:
-    """How many of `n` values a ratio selects; at least one, but none of none."""
-    return max(1, round(ratio * n)) if n else 0
-
-
-def _checked_ratio(ratio: Any) -> float:
-    if isinstance(ratio, bool) or not isinstance(ratio, float):
-        raise TypeError(
-            f"topk(ratio={ratio!r}): expected a float over 0 and at most 1, such as 0.01"
-        )
-    if not (math.isfinite(ratio) and 0.0 < ratio <= 1.0):
-        raise ValueError(f"topk(ratio={ratio!r}): expected a float over 0 and at most 1")
-    return float(ratio)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
-    Bare,
     ErrorFeedbackState,
+    Feedback,
     Filter,
     apply_if_finite,
     error_feedback,
@@ -24,7 +24,7 @@ from gradtx.core.payload import Joined, Member
 from gradtx.core.predicates import all_of
 from gradtx.core.rules import check as check_order
 from gradtx.core.stage import Kind, Stage
-from gradtx.core.transformation import Context, Exchange, Transformation, flat
+from gradtx.core.transformation import Context, Exchange, Progress, Transformation, flat
 from gradtx.core.tree import (
     Array,
     Info,
@@ -119,8 +119,11 @@ class Chain(Transformation):
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ChainState]:
         layout = state.layout
-        context = Context(layout, self._shared_code)
-        with telling_others(find_exchange(self.core, state.states), context):
+        exchange = self.exchange
+        context = Context(layout, self._shared_code, alone=exchange is None)
+        if exchange is not None:
+            context = replace(context, rank=exchange.rank, size=exchange.size)
+        with telling_others(self, state, context):
             leaves = layout.match(updates)
             if any(leaf is None for leaf in leaves):
                 context = replace(context, absent=_absent(leaves, layout))
@@ -136,19 +139,49 @@ class Chain(Transformation):
 
 
 @contextmanager
-def telling_others(exchange: tuple[Exchange, Any] | None, context: Context) -> Iterator[None]:
+def telling_others(tx: Chain, state: ChainState, context: Context) -> Iterator[None]:
     """Tells the other ranks of an error that is raised inside, if they wait to hear from this one.
 
     Args:
-        exchange: the exchange at which they wait, and its state; None if there is none.
+        tx: the chain at whose exchange they wait, if it has one.
+        state: its state before the step.
         context: of the step.
     """
     try:
         yield
     except Exception as error:
+        exchange = find_exchange(tx.core, state.states)
         if exchange is not None and not context.progress.sent:
-            exchange[0].fail(exchange[1], context, error)
+            exchange[0].fail(exchange[1], context, error, _rehearsed(tx, state, context))
         raise
+
+
+def _rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
+    """What zeros look like when they arrive at the exchange; None if they do not get there.
+
+    The sizes of what a rank sends may change with the step. They follow from the state, so a rank
+    that fails can still tell what the others send in this step.
+    """
+    layout = state.layout
+    zeros = _filled([None] * len(layout.leaves), state)
+    extra = {"context": replace(context, progress=Progress()), "loss_scale": 1.0}
+    try:
+        return arriving(tx.core, unflatten(layout.treespec, zeros), state.states, extra)
+    except Exception:  # The stage that fails on the gradients may fail on zeros too.
+        return None
+
+
+def arriving(
+    parts: Sequence[Transformation], updates: PyTree, states: Sequence[Any], extra: dict[str, Any]
+) -> PyTree:
+    """The updates as they arrive at the exchange among the parts."""
+    for part, state in zip(parts, states, strict=True):
+        if isinstance(part, Exchange):
+            break
+        if part.parts and part.stage.kind is Kind.EXCHANGE:
+            return arriving(part.parts, updates, state.inner_states, extra)
+        updates, _ = part.step(updates, state, None, **extra)
+    return updates
 
 
 def _exchange_in(parts: Sequence[Transformation]) -> Exchange | None:
@@ -270,8 +303,8 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
         if part.stage.kind is Kind.COMPRESSOR:
             compressors.append(part)
             continue
-        if isinstance(part, Bare) and part.stage.kind is Kind.FEEDBACK and compressors:
-            keep(error_feedback(*compressors))
+        if isinstance(part, Feedback) and compressors:
+            keep(part.over(*compressors))
             compressors = []
             continue
         keep(*compressors)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import decode_leaves
+from gradtx.core.payload import Payload, decode_leaves
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Transformation, finite_flag, flat
@@ -19,6 +19,7 @@ from gradtx.core.tree import (
     Info,
     PyTree,
     accumulation_dtype,
+    arranged_like,
     arrays_in,
     flatten,
     flatten_with_paths,
@@ -44,6 +45,18 @@ class Bare(Transformation):
         super().__init__(stage, refuse, refuse)
 
 
+class Feedback(Bare):
+    """A stage that takes hold of the run of compressors to its left.
+
+    Attributes:
+        over: makes the combinator of it, given the compressors.
+    """
+
+    def __init__(self, stage: Stage, over: Callable[..., Transformation], instead: str) -> None:
+        super().__init__(stage, instead)
+        self.over = over
+
+
 class Filter(Bare):
     """A stage that marks leaves; the compressors to its right are masked by its predicate."""
 
@@ -62,11 +75,22 @@ def run(
     extra: dict[str, Any],
 ) -> tuple[PyTree, tuple[Any, ...]]:
     """The updates through all parts, one after the other, and the new states."""
-    new = []
+    new: list[Any] = []
     for part, state in zip(parts, states, strict=True):
         updates, state = part.step(updates, state, params, **extra)
+        if part.stage.kind is Kind.EXCHANGE:
+            new = settled(parts[: len(new)], new, extra["context"].progress.settled)
         new.append(state)
     return updates, tuple(new)
+
+
+def settled(
+    parts: Sequence[Transformation], states: Sequence[Any], payloads: Mapping[int, Payload]
+) -> list[Any]:
+    """The states after the exchange has told what was sent."""
+    if not payloads:
+        return list(states)
+    return [part.settle(state, payloads) for part, state in zip(parts, states, strict=True)]
 
 
 def call(name: str, parts: Sequence[Transformation], *arguments: str) -> Callable[[bool], str]:
@@ -130,14 +154,15 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         )
     stage = Stage("ef", Kind.FEEDBACK, stateful=True, over=len(compressors) or None)
     if not compressors:
-        return Bare(
+        return Feedback(
             stage,
+            error_feedback,
             "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
         )
     parts = flat(compressors)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
-        residual = map_leaves(_zero_residual, params)
+        residual = map_leaves(zero_residual, params)
         return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
 
     def update(
@@ -145,7 +170,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
     ) -> tuple[PyTree, ErrorFeedbackState]:
         leaves, treespec = flatten(updates)
         residuals = leaves_like(state.residual, updates)
-        absent = _absent(leaves, extra.get("context"))
+        absent = absent_here(leaves, extra.get("context"))
         corrected = [
             leaf if skip else widen(leaf) + residual
             for leaf, residual, skip in zip(leaves, residuals, absent, strict=True)
@@ -162,10 +187,15 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             residual if skip else _left_out(leaf, part)
             for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
         ]
-        residual = unflatten(
-            flatten(state.residual)[1], leaves_like(unflatten(treespec, new), state.residual)
-        )
+        residual = arranged_like(unflatten(treespec, new), state.residual)
         return payloads, ErrorFeedbackState(residual, inner_states)
+
+    def settle(state: ErrorFeedbackState, payloads: Mapping[int, Payload]) -> ErrorFeedbackState:
+        residuals, treespec = flatten(state.residual)
+        for i, payload in payloads.items():
+            residuals[i] = settled_residual(residuals[i], payload)
+        inner_states = tuple(settled(parts, state.inner_states, payloads))
+        return ErrorFeedbackState(unflatten(treespec, residuals), inner_states)
 
     return Transformation(
         stage,
@@ -173,6 +203,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         update,
         stages=(*(s for part in parts for s in part.stages), stage),
         parts=parts,
+        settle=settle,
         code=call("error_feedback", parts),
     )
 
@@ -180,12 +211,21 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
 ef = error_feedback
 
 
-def _zero_residual(leaf: Array) -> Array:
+def settled_residual(residual: Array, payload: Payload) -> Array:
+    """The residual less what the exchange has sent of it."""
+    ops = backends.of(residual)
+    sent = ops.cast(payload.decode(), ops.dtype_name(residual))
+    return residual - ops.reshape(sent, tuple(residual.shape))
+
+
+def zero_residual(leaf: Array) -> Array:
+    """Zeros like a leaf, in its accumulation dtype."""
     ops = backends.of(leaf)
     return ops.zeros(tuple(leaf.shape), accumulation_dtype(ops.dtype_name(leaf)), leaf)
 
 
-def _absent(leaves: Sequence[Any], context: Context | None) -> list[bool]:
+def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
+    """For each leaf, whether this rank has no gradient for it."""
     absent = context.absent if context and context.absent else (False,) * len(leaves)
     return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
 
@@ -291,6 +331,10 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         ]
         return unflatten(treespec, merged), MaskedState(state.mask, inner_state)
 
+    def settle(state: MaskedState, payloads: Mapping[int, Payload]) -> MaskedState:
+        own = {i: payload for i, payload in payloads.items() if state.mask.selected[i]}
+        return MaskedState(state.mask, part.settle(state.inner_state, own))
+
     argument = Argument("predicate", predicate)
     stage = replace(part.stage, name="masked", arguments=(argument,))
     return Transformation(
@@ -299,6 +343,7 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         update,
         stages=part.stages,
         parts=(part,),
+        settle=settle,
         code=call("masked", (part,), repr(predicate)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from gradtx import backends
@@ -12,24 +13,41 @@ class Payload:
     """A compressed leaf.
 
     A subclass names its array fields in `children`, which its constructor takes first, by
-    position, followed by `shape` (of the leaf, dense) and `dtype` (of the decoded values:
-    ``"float32"``, or ``"float64"`` for FP64 leaves), and registers itself with `register_payload`.
-    All shapes follow from `shape` and the compressor's hyperparameters, never from the values.
+    position, followed by those in `static`, `shape` (of the leaf, dense) and `dtype` (of the
+    decoded values: ``"float32"``, or ``"float64"`` for FP64 leaves), and registers itself with
+    `register_payload`. All shapes follow from `shape` and the compressor's hyperparameters, never
+    from the values.
+
+    A gathered payload, the ordinary kind, is sent to all ranks, and their decoded values are
+    added. A payload with ``summed = True`` is never sent as it is: the ranks sum its `summand`,
+    once or several times (see `receive`).
 
     Attributes:
+        children: the array fields, in the order of the constructor.
+        static: hyperparameters that `decode` needs: hashable, compared by value.
+        codecs: how a field is sent: ``"index"`` for strictly increasing positions in the leaf,
+            ``"local"`` for what is not sent; by default as its bytes.
+        summed: whether ranks sum its `summand` rather than gather it.
+        late: of a summed payload, whether `decode` is right only after the last round; before that
+            it gives zeros.
+        keeps_zeros: whether a value of zero decodes to zero, so that it may be one of a payload
+            that pads its values.
         shape: the shape of the dense leaf.
         dtype: the dtype that `decode` gives.
     """
 
     children: ClassVar[tuple[str, ...]] = ()
+    static: ClassVar[tuple[str, ...]] = ()
     codecs: ClassVar[dict[str, str]] = {}
-    form: ClassVar[str] = "payload"
+    summed: ClassVar[bool] = False
+    late: ClassVar[bool] = False
+    keeps_zeros: ClassVar[bool] = False
 
     shape: tuple[int, ...]
     dtype: str
 
     def __init__(self, *fields: Any) -> None:
-        names = (*self.children, "shape", "dtype")
+        names = (*self.children, *self.static, "shape", "dtype")
         for name, value in zip(names, fields, strict=True):
             setattr(self, name, value)
 
@@ -48,6 +66,32 @@ class Payload:
         """The dense leaf as one flat axis of `size` values."""
         raise NotImplementedError
 
+    def summand(self) -> Any:
+        """What the ranks sum in the next round, flat; None once there is no further round."""
+        return None
+
+    def receive(self, total: Any, size: int) -> Payload:
+        """The payload after a round: its next `summand`, or, at the end, the mean in `decode`.
+
+        Args:
+            total: the sum of `summand` over ranks.
+            size: how many ranks there are.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def receive_all(
+        cls, payloads: Sequence[Payload], totals: Sequence[Any], size: int
+    ) -> list[Payload]:
+        """`receive` for several payloads of this class, where it pays to treat them together."""
+        return [
+            payload.receive(total, size) for payload, total in zip(payloads, totals, strict=True)
+        ]
+
+    def combined(self, total: Any) -> Any:
+        """The result, where it is not the sum of the decoded values (`total`) of all ranks."""
+        return None
+
     def with_values(self, values: Any) -> Payload:
         """This payload with its float child replaced, by an array or a further payload."""
         raise TypeError(f"{type(self).__name__} has no values left to compress")
@@ -55,7 +99,7 @@ class Payload:
 
 def register_payload(cls: type[Payload]) -> type[Payload]:
     """Registers a payload class as a pytree node (use it as a class decorator)."""
-    return register_node(cls, cls.children, ("shape", "dtype"))
+    return register_node(cls, cls.children, (*cls.static, "shape", "dtype"))
 
 
 def values_of(payload: Payload) -> Any:
@@ -79,7 +123,6 @@ class Joined(Payload):
     children = ("payload", "parts")
     payload: Payload
     parts: Parts
-    form = "sparse"
 
     @property
     def values(self) -> Any:
@@ -119,8 +162,6 @@ register_node(Parts, static=("leaves",))
 @register_payload
 class Member(Payload):
     """A leaf whose values are in the `Joined` payload at another place of the tree."""
-
-    form = "sparse"
 
     def decode(self) -> Any:
         """Refuses: the values are in the `Joined` payload."""

@@ -123,6 +123,13 @@ def _second_feedback(flow: Flow) -> Iterator[tuple[int, ...]]:
             yield (second, first)
 
 
+def _feedback_over_no_contraction(flow: Flow) -> Iterator[tuple[int, ...]]:
+    for i in flow.where(Kind.FEEDBACK):
+        for j in flow.covered(i):
+            if not flow.stages[j].contraction:
+                yield (i, j)
+
+
 def _compressor_behind_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
     for i in flow.where(Kind.COMPRESSOR):
         if flow.streams[i].reduced:
@@ -210,6 +217,14 @@ RULES: tuple[Rule, ...] = (
         "{0} is a second error feedback before one exchange: the error would be counted twice, "
         "or kept for slots whose positions change",
         "keep one, behind the last compressor: it takes hold of the whole run",
+    ),
+    Rule(
+        "GX306",
+        "feedback over a contraction",
+        _feedback_over_no_contraction,
+        "{0} stands over {1}, which is no contraction or not linear over the ranks: the residual "
+        "would grow without bound",
+        "leave {0} out, or choose arguments of {1} with which it is biased and a contraction",
     ),
     Rule(
         "GX401",

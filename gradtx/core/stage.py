@@ -43,21 +43,6 @@ class Argument:
         return self.default is REQUIRED or self.value != self.default
 
 
-def check_bool(call: str, value: Any) -> bool:
-    """`value`, if it is a bool.
-
-    Args:
-        call: the argument as it is written, such as ``"topk(feedback=...)"``.
-        value: what was given.
-
-    Raises:
-        TypeError: if it is no bool.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{call.replace('...', repr(value))}: expected True or False")
-    return value
-
-
 @dataclass(frozen=True)
 class Stage:
     """The declaration of a transformation.
@@ -71,7 +56,9 @@ class Stage:
         needs_reduced: it wants the gradient of all ranks, not of one.
         takes: the forms it accepts (``"dense"``, or the form of a payload); only dense by default.
         gives: the form that leaves a compressor.
-        biased: a compressor that is wrong on average and needs error feedback.
+        biased: a compressor that is wrong on average, and that error feedback can make up for.
+        contraction: the error of a compressor is smaller than its input, and what the exchange
+            makes of it is linear: without both, feedback would let the residual grow without bound.
         feedback: false where the user wrote ``feedback=False``: goes without, on purpose.
         over: of a feedback, how many stages directly to its left it holds; None for the whole run.
         module: the prefix its name is printed with.
@@ -87,6 +74,7 @@ class Stage:
     takes: frozenset[str] = field(default=frozenset({"dense"}))
     gives: str = "dense"
     biased: bool = False
+    contraction: bool = True
     feedback: bool = True
     over: int | None = field(default=None, compare=False)
     module: str = "gx."

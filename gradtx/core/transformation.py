@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from gradtx.core.payload import Payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.tree import Array, Info, Layout, PyTree, cast_like, checked, parameters_of
 
 InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
+SettleFn = Callable[[Any, Mapping[int, Payload]], Any]
 
 
 class EmptyState(NamedTuple):
@@ -27,12 +29,14 @@ class Progress:
         sent: this rank has begun to talk to the others.
         finite: the gradients of all ranks were finite as they arrived, as far as known.
         absent: for each leaf, whether no rank has a gradient for it, as far as known.
+        settled: by position, the payloads whose values are known only after the exchange.
     """
 
     def __init__(self) -> None:
         self.sent = False
         self.finite = True
         self.absent: tuple[bool, ...] = ()
+        self.settled: dict[int, Payload] = {}
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,18 @@ class Context:
         code: the chain as code, without what differs between ranks.
         absent: for each leaf, in the order of the layout, whether this rank has no gradient for it
             (zeros stand in); empty if all are there.
+        rank: this rank's number in the exchange.
+        size: how many ranks the exchange has.
+        alone: there is no exchange to come.
         progress: how far the step has come.
     """
 
     layout: Layout
     code: str
     absent: tuple[bool, ...] = ()
+    rank: int = 0
+    size: int = 1
+    alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
 
 
@@ -65,6 +75,8 @@ class Transformation:
             16-bit leaves as FP32: the cast back to the leaf's dtype is made once, at the end.
         stages: the stages as the order checker sees them, if there are several.
         parts: of a combinator, the transformations inside.
+        settle: ``settle(state, payloads) -> state``, called after the exchange if there are
+            payloads whose values are known only then, with those, by position of the leaf.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
     """
 
@@ -76,11 +88,13 @@ class Transformation:
         *,
         stages: tuple[Stage, ...] | None = None,
         parts: tuple[Transformation, ...] = (),
+        settle: SettleFn | None = None,
         code: Callable[[bool], str] | None = None,
     ) -> None:
         self.stage = stage
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
+        self.settle: SettleFn = settle or (lambda state, payloads: state)
         self.setup: InitFn = init or (lambda params, info: EmptyState())
         self.step: UpdateFn = update
         self._code = code or (lambda local: stage.code(local=local))
@@ -172,8 +186,28 @@ class Exchange(Transformation):
         """The ranks it talks to."""
         raise NotImplementedError
 
-    def fail(self, state: Any, context: Context, error: Exception) -> None:
-        """Tells the other ranks, in the message they wait for, that this one has failed."""
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return int(self.group.rank)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return int(self.group.size)
+
+    def fail(
+        self, state: Any, context: Context, error: Exception, arriving: PyTree | None = None
+    ) -> None:
+        """Tells the other ranks, in the message they wait for, that this one has failed.
+
+        Args:
+            state: the exchange's.
+            context: of the step.
+            error: what went wrong.
+            arriving: a tree like the one that would have arrived, of the same sizes; None if it is
+                not known: the sizes are then taken to be those of the step before.
+        """
         raise NotImplementedError
 
 

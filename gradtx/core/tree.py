@@ -103,6 +103,11 @@ def leaves_like(tree: PyTree, reference: PyTree) -> list[Any]:
     return reorder(dict(zip(paths, leaves, strict=True)), flatten_with_paths(reference)[0])
 
 
+def arranged_like(tree: PyTree, reference: PyTree) -> PyTree:
+    """The leaves of `tree` in the structure of `reference`, matched by path."""
+    return unflatten(flatten(reference)[1], leaves_like(tree, reference))
+
+
 def reorder(found: Mapping[str, Any], paths: Sequence[str]) -> list[Any]:
     """The values of `found` in the order of `paths`.
 

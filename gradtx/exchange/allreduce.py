@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,12 +13,13 @@ import torch
 from gradtx import backends
 from gradtx.core.combinators import judge
 from gradtx.core.errors import RankMismatchError
+from gradtx.core.payload import Payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
 from gradtx.core.tree import Array, Info, PyTree, flatten, unflatten
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
-from gradtx.exchange.incoming import exchange
+from gradtx.exchange.incoming import exchange, further_rounds
 from gradtx.exchange.outgoing import Outgoing, Sizes
 from gradtx.wire import Header
 
@@ -133,9 +135,12 @@ class Allreduce(Exchange):
         totals, flags = exchange(group, outgoing, header, message, buffers)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
-        divisor = group.size if self._op == "mean" else 1
+        summed = further_rounds(group, outgoing, totals)
+        late = {i for i, payload in outgoing.summed.items() if payload.late}
+        context.progress.settled = {i: p for i, p in summed.items() if i in late}
+        results = self._results(group, outgoing, totals, summed)
         out = [
-            None if leaf is None else (totals[i] / divisor).reshape(spec.shape or ())
+            None if leaf is None else results[i].reshape(spec.shape or ())
             for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
         ]
         tree = unflatten(treespec, out)
@@ -145,18 +150,43 @@ class Allreduce(Exchange):
             good = judge(tree, context)
         return tree, AllreduceState(state.count + 1, good)
 
+    def _results(
+        self,
+        group: Group,
+        outgoing: Outgoing,
+        totals: Mapping[int, torch.Tensor],
+        summed: Mapping[int, Payload],
+    ) -> dict[int, torch.Tensor]:
+        divisor = group.size if self._op == "mean" else 1
+        results = {i: total / divisor for i, total in totals.items()}
+        for i, payload in summed.items():
+            results[i] = payload.decode().to(outgoing.dtype(i)) * (group.size // divisor)
+        for i, payload in outgoing.found.items():
+            combined = payload.combined(totals[i]) if i in totals else None
+            if combined is not None:
+                results[i] = combined
+        return results
+
     def _agree(self, group: Group, context: Context, step: int, outgoing: Outgoing) -> None:
         key = _key(context)
         if key not in group.agreements:
             agree(group, context, step, forms=outgoing.forms)
-            group.agreements[key] = outgoing.sizes
+        group.agreements[key] = outgoing.sizes
 
-    def fail(self, state: AllreduceState, context: Context, error: Exception) -> None:
+    def fail(
+        self,
+        state: AllreduceState,
+        context: Context,
+        error: Exception,
+        arriving: PyTree | None = None,
+    ) -> None:
         """Tells the other ranks that this one has failed; they raise `RankMismatchError`."""
         group, text = self.group, f"{type(error).__name__}: {error}"
         if group.size == 1:
             return
         sizes: Sizes | None = group.agreements.get(_key(context))
+        if sizes is not None and arriving is not None:
+            sizes = Outgoing(flatten(arriving)[0], context, group.size, self._algorithm).sizes
         header = replace(_header(context, int(state.count)), error=True)
         with suppress(RankMismatchError):
             if sizes is None:

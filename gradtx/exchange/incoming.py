@@ -32,7 +32,8 @@ def exchange(
         buffers: the dense buffers.
 
     Returns:
-        The sums over ranks, flat, by position of the leaf; and the flags of all ranks.
+        The sums over ranks, flat, by position of the leaf; and the flags of all ranks. In the place
+        of a payload that is summed stands the sum of its first summand.
 
     Raises:
         RankMismatchError: on every rank, if one has failed.
@@ -51,11 +52,44 @@ def exchange(
                 raise RankMismatchError(
                     f"this is step {header.step} on rank {group.rank}, but not on all ranks"
                 )
-        lengths = [outgoing.size(i) for i in places]
+        lengths = [outgoing.length(i) for i in places]
         totals.update(zip(places, total.split(lengths) if lengths else (), strict=True))
     if flags is None:
         raise AssertionError("an exchange has a message or a buffer")
     return totals, flags
+
+
+def further_rounds(
+    group: Group, outgoing: Outgoing, totals: dict[int, torch.Tensor]
+) -> dict[int, Payload]:
+    """Brings the payloads that are summed to their end.
+
+    Args:
+        group: the ranks.
+        outgoing: what this rank sends.
+        totals: the sums of the first round; those of the summed payloads are taken out.
+
+    Returns:
+        By position, the payloads, which decode to the mean over ranks.
+    """
+    done: dict[int, Payload] = {}
+    pending = outgoing.summed
+    while pending:
+        received: dict[int, Payload] = {}
+        for cls in {type(payload): None for payload in pending.values()}:
+            places = [i for i, payload in pending.items() if type(payload) is cls]
+            sums = [totals.pop(i) for i in places]
+            payloads = cls.receive_all([pending[i] for i in places], sums, group.size)
+            received.update(zip(places, payloads, strict=True))
+        summands = {i: p.summand() for i, p in received.items()}
+        done.update({i: received[i] for i, summand in summands.items() if summand is None})
+        pending = {i: received[i] for i, summand in summands.items() if summand is not None}
+        for dtype in sorted({summands[i].dtype for i in pending}, key=str):
+            places = [i for i in pending if summands[i].dtype == dtype]
+            total = group.all_reduce(torch.cat([summands[i] for i in places]))
+            lengths = [summands[i].numel() for i in places]
+            totals.update(zip(places, total.split(lengths), strict=True))
+    return done
 
 
 def _gather(

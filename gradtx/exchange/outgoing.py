@@ -71,32 +71,40 @@ class Outgoing:
         payloads: those that travel compressed, in path order.
         places: for each of them, the positions of its leaves.
         packing: how they are laid into segments.
+        found: by position, all payloads that arrived, those among them that travel dense too.
+        summed: by position, the payloads whose summands travel with the dense leaves.
     """
 
     def __init__(self, leaves: Sequence[Any], context: Context, size: int, algorithm: str) -> None:
         self._layout = context.layout
         order = context.layout.by_path
         self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
-        payloads = {
+        self.found: dict[int, Payload] = {
             i: leaves[i]
             for i in order
             if isinstance(leaves[i], Payload) and not isinstance(leaves[i], Member)
         }
+        self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
+        payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
         chosen = _worth_it(payloads, len(leaves), size, algorithm)
         self.payloads = [payloads[i] for i in chosen]
         self.places = [_places(i, payloads[i]) for i in chosen]
         self.packing = Packing(self.payloads)
-        gathered = {i for places in self.places for i in places}
-        rest = decode_leaves([None if i in gathered else x for i, x in enumerate(leaves)])
-        self._dense = {
-            i: widen(rest[i]) for i in order if rest[i] is not None and i not in gathered
-        }
+        elsewhere = {i for places in self.places for i in places} | set(self.summed)
+        rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
+        dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
+        for i in dense:
+            # Zeros stand in for a leaf that is not there; a payload may decode to something else.
+            if context.absent and context.absent[i] and isinstance(leaves[i], Payload):
+                dense[i] = torch.zeros_like(dense[i])
+        summands = {i: payload.summand() for i, payload in self.summed.items()}
+        self._parts = {i: part for i in order if (part := (dense | summands).get(i)) is not None}
 
     @cached_property
     def dense_places(self) -> dict[str, list[int]]:
-        """The positions of the leaves that travel dense, in path order, by accumulation dtype."""
+        """The positions of the leaves that are summed, in path order, by accumulation dtype."""
         places: dict[str, list[int]] = {}
-        for i in self._dense:
+        for i in self._parts:
             dtype = accumulation_dtype(self._layout.leaves[i].dtype or "float32")
             places.setdefault(dtype, []).append(i)
         if not places and not self.payloads:
@@ -109,9 +117,9 @@ class Outgoing:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 
-    def size(self, position: int) -> int:
-        """How many values a leaf has."""
-        return self._layout.leaves[position].size
+    def length(self, position: int) -> int:
+        """How many values of a leaf, or of what is sent in its place, are summed."""
+        return int(self._parts[position].numel())
 
     def is_absent(self, position: int, header: Header) -> bool:
         """Whether the rank that sent a header has no gradient for a leaf."""
@@ -125,6 +133,7 @@ class Outgoing:
             for places, payload in zip(self.places, self.payloads, strict=True)
             for i in places
         }
+        gathered |= self.summed
         return {
             leaf.path: f"as {gathered[i]!r}" if i in gathered else "dense"
             for i, leaf in enumerate(self._layout.leaves)
@@ -137,7 +146,7 @@ class Outgoing:
             len(self.absent),
             tuple(self.packing.sizes) if self.payloads else None,
             tuple(
-                (dtype, sum(self._layout.leaves[i].size for i in places))
+                (dtype, sum(map(self.length, places)))
                 for dtype, places in self.dense_places.items()
             ),
         )
@@ -154,7 +163,7 @@ class Outgoing:
         slots = self.sizes.slots(size)
         out: list[torch.Tensor] = []
         for dtype, places in self.dense_places.items():
-            parts: list[Array] = [self._dense[i].reshape(-1) for i in places]
+            parts: list[Array] = [self._parts[i].reshape(-1) for i in places]
             if slots is not None and not out:
                 device = parts[0].device if parts else None
                 kind = getattr(torch, dtype)

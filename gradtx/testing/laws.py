@@ -89,12 +89,14 @@ def nothing_lost(tx: Transformation, **options: Unpack[Options]) -> None:
 
     The residual is what the state has in fields of the name `residual`. Waived where a stage says
     ``feedback=False``. An unbiased compressor without feedback is not checked: the law holds for it
-    in expectation only.
+    in expectation only. Nor is `momentum_correction`, which keeps and sends velocities: for it the
+    law speaks of their sums.
     """
     case = Case(tx, **options)
     fed_back = case.has(Kind.FEEDBACK)
     compressors = [stage for stage in case.stages if stage.lossy]
     holds = all(stage.feedback and (stage.biased or fed_back) for stage in compressors)
+    holds = holds and not any(stage.hyperparameters.get("m") for stage in case.stages)
     for size in case.sizes if holds else ():
         given, true = case.entering(case.draw(size))
         traces = trace(case.subject, case.wide, given, size)

@@ -180,7 +180,12 @@ def test_arguments_other_than_the_default_are_printed():
 
 
 def test_hyperparameters_are_given_by_name():
-    assert gx.topk(0.5).hyperparameters == {"ratio": 0.5, "scope": "leaf", "feedback": True}
+    assert gx.topk(0.5).hyperparameters == {
+        "ratio": 0.5,
+        "scope": "leaf",
+        "values": "float32",
+        "feedback": True,
+    }
 
 
 def test_ratio_as_a_numpy_float_prints_as_code():

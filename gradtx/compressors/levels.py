@@ -1,0 +1,110 @@
+"""Values as whole levels between minus and plus a norm: what `quantize` and `ternary` send."""
+
+from __future__ import annotations
+
+from gradtx import backends
+from gradtx.core.payload import Payload, register_payload
+from gradtx.core.tree import Array
+
+# How many digits of a base fit a byte.
+PER_BYTE = {2: 8, 3: 5, 4: 4, 16: 2, 256: 1}
+
+
+@register_payload
+class Levels(Payload):
+    """Values as levels, packed, and a norm for each block of values.
+
+    Attributes:
+        codes: uint8 ``[ceil(n / PER_BYTE[base])]``: the levels, counted from the lowest, by `pack`.
+        norms: ``[ceil(n / block)]``: what the highest level of each block stands for.
+        base: how many codes there are; of an even number over 2 the last is not used.
+        block: how many values share a norm.
+    """
+
+    children = ("codes", "norms")
+    static = ("base", "block")
+    keeps_zeros = True
+    codes: Array
+    norms: Array
+    base: int
+    block: int
+
+    def decode(self) -> Array:
+        """The levels times the norms."""
+        ops = backends.of(self.norms)
+        steps = steps_of(self.base)
+        codes = ops.cast(unpack(self.codes, self.size, self.base), self.dtype)
+        # A product with the norm, for zeros too: if it is not finite, nothing in its block is.
+        rows = ops.blocks((codes - steps) * (1 / steps), self.block) * self.norms[:, None]
+        return ops.ravel(rows)[: self.size]
+
+
+@register_payload
+class TwoLevels(Levels):
+    """`Levels` of base 2, which have none at zero."""
+
+    keeps_zeros = False
+
+
+def steps_of(base: int) -> float:
+    """How many levels lie above zero: 127 with 256 codes; with 2 there is none at zero."""
+    return (base - 1) // 2 or 0.5
+
+
+def encode_levels(
+    flat: Array,
+    norms: Array,
+    noise: Array | float,
+    *,
+    base: int,
+    block: int,
+    shape: tuple[int, ...],
+) -> Levels:
+    """Rounds values to levels: up, where their fraction is larger than the noise.
+
+    Args:
+        flat: ``[n]``; what lies beyond its norm gets the norm's level.
+        norms: ``[ceil(n / block)]``.
+        noise: one half to round to nearest; uniform over ``[0, 1)``, ``[n]``, to be right on
+            average.
+        base: how many codes there are.
+        block: how many values share a norm.
+        shape: of the leaf.
+    """
+    ops = backends.of(flat)
+    steps = steps_of(base)
+    safe = ops.where(norms > 0, norms, 1.0)
+    share = ops.ravel(ops.blocks(flat, block) / safe[:, None])[: flat.shape[0]]
+    exact = ops.limit(share, 1.0) * steps
+    codes = ops.round_by(exact, noise) + steps if base > 2 else ops.round_by(exact + steps, noise)
+    packed = pack(ops.cast(codes, "uint8"), base)
+    kind = Levels if base > 2 else TwoLevels
+    return kind(packed, norms, base, block, shape, ops.dtype_name(flat))
+
+
+def pack(digits: Array, base: int) -> Array:
+    """Digits, uint8 ``[n]``, as many to a byte as fit; those of one byte lie far apart."""
+    ops, n, per_byte = backends.of(digits), digits.shape[0], PER_BYTE[base]
+    if n == 0 or per_byte == 1:
+        return digits
+    length = -(-n // per_byte)
+    planes = ops.reshape(ops.blocks(digits, per_byte * length), (per_byte, length))
+    packed = planes[-1]
+    for i in reversed(range(per_byte - 1)):
+        packed = packed * base + planes[i]
+    return packed
+
+
+def unpack(data: Array, n: int, base: int) -> Array:
+    """The inverse of `pack`: the first `n` digits, uint8."""
+    ops, per_byte = backends.of(data), PER_BYTE[base]
+    if per_byte == 1:
+        return data
+    rest = ops.cast(data, "int32")
+    digits = []
+    for _ in range(per_byte):
+        # What `rest // base` is for numbers below 256, and several times faster.
+        quotient = (rest * -(-512 // base)) >> 9
+        digits.append(ops.cast(rest - quotient * base, "uint8"))
+        rest = quotient
+    return ops.concat(digits)[:n]

@@ -1,0 +1,291 @@
+"""`threshold`: all magnitudes over a bound, up to a capacity."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import gradtx as gx
+from gradtx.compressors.threshold import Padded
+from gradtx.exchange.group import find_group
+from gradtx.testing import check_laws, run_ranks
+from gradtx.wire import indices_nbytes, message_nbytes
+
+INF, NAN = float("inf"), float("nan")
+
+
+def payload_of(leaf, tau, capacity=1.0):
+    tx = gx.threshold(tau, capacity=capacity, feedback=False)
+    return tx.update([leaf], tx.init([leaf]))[0][0]
+
+
+def decoded(values, tau, capacity=1.0):
+    return payload_of(torch.tensor(values), tau, capacity).decode().tolist()
+
+
+def normal(n, seed=0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def test_all_over_the_bound_are_sent():
+    assert decoded([1.0, -4.0, 0.5, 2.0, 1.5], 1.0) == [0, -4, 0, 2, 1.5]
+
+
+def test_bound_itself_is_not_over_it():
+    assert decoded([1.0, -1.0, 1.0000001], 1.0) == [0, 0, torch.tensor(1.0000001).item()]
+
+
+def test_magnitudes_count_and_not_values():
+    assert decoded([-3.0, -2.0, -0.5], 1.0) == [-3, -2, 0]
+
+
+def test_all_equal_magnitudes_over_the_bound_are_all_sent():
+    leaf = torch.full((1000,), -0.25)
+    assert torch.equal(payload_of(leaf, 0.2).decode(), leaf)
+
+
+def test_few_non_zeros_are_sent_alone():
+    leaf = torch.zeros(100_000)
+    leaf[::2000] = normal(50)
+    payload = payload_of(leaf, 0.0, 0.01)
+    assert torch.equal(payload.decode(), leaf)
+    assert payload.values.count_nonzero() == 50
+
+
+def test_largest_are_sent_if_they_do_not_all_fit():
+    assert decoded([2.0, -5.0, 3.0, 4.0], 1.0, 0.5) == [0, -5, 0, 4]
+
+
+def test_ties_beyond_the_capacity_go_to_the_lowest_index():
+    assert decoded([2.0, -2.0, 2.0, -2.0], 1.0, 0.5) == [2, -2, 0, 0]
+
+
+@pytest.mark.parametrize("tau", [0.0, 1.0, 1e9])
+def test_room_that_is_not_needed_holds_zeros_at_distinct_places(tau):
+    payload = payload_of(torch.tensor([0.0, 2.0, 0.0, 0.5, 0.0]), tau, 0.8)
+    indices = payload.indices.tolist()
+    assert len(indices) == 4
+    assert indices == sorted(set(indices) & set(range(5)))
+    assert all(abs(value) > tau or value == 0 for value in payload.values.tolist())
+
+
+def test_nothing_over_the_bound_sends_zeros():
+    assert decoded([0.5, -0.5], 1.0) == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_bad_value_is_sent(bad):
+    assert not payload_of(torch.tensor([1.0, bad, 1.0]), 2.0, 0.1).decode().isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (1,)])
+def test_tiny_leaf(shape):
+    tx = gx.chain(gx.threshold(0.5), gx.ef(), gx.allreduce())
+    grads = [torch.ones(shape)]
+    assert torch.equal(tx.update(grads, tx.init(grads))[0][0], grads[0])
+
+
+@pytest.mark.parametrize("n", [1, 10, 1000])
+def test_size_is_the_capacity_whatever_the_values(n):
+    sizes = {payload_of(normal(n) * scale, 1.0, 0.1).values.numel() for scale in (0.0, 1.0, 1e6)}
+    assert sizes == {max(1, round(0.1 * n))}
+
+
+values = hnp.arrays(
+    np.float32, st.integers(1, 40), elements=st.floats(-100, 100, width=32, allow_nan=False)
+)
+
+
+@given(values, st.floats(0, 50), st.floats(0.01, 1.0))
+def test_error_is_at_most_tau_a_value_or_the_capacity_is_used_up(leaf, tau, capacity):
+    leaf = torch.from_numpy(leaf)
+    payload = payload_of(leaf, tau, capacity)
+    left = (leaf - payload.decode()).abs()
+    if (leaf.abs() > tau).sum() <= payload.values.numel():
+        assert left.max() <= tau
+    else:
+        assert (payload.values.abs() > tau).all()
+        assert left.max() <= payload.values.abs().min()
+
+
+@given(values, st.floats(0, 50), st.floats(0.01, 1.0))
+def test_what_is_sent_is_exact(leaf, tau, capacity):
+    leaf = torch.from_numpy(leaf)
+    sent = payload_of(leaf, tau, capacity).decode()
+    assert ((sent == leaf) | (sent == 0)).all()
+
+
+@settings(max_examples=20)
+@given(values, st.floats(0, 50), st.integers(-20, 20))
+def test_power_of_two_scales_go_through(leaf, tau, exponent):
+    leaf, scale = torch.from_numpy(leaf), 2.0**exponent
+    tau = float(np.float32(tau))
+    assert torch.equal(
+        payload_of(leaf * scale, tau * scale).decode(), payload_of(leaf, tau).decode() * scale
+    )
+
+
+def test_feedback_keeps_the_residual_within_tau_and_drains():
+    grads, steps, tau = [normal(50) * 0.3], 200, 1.0
+    tx = gx.chain(gx.threshold(tau, capacity=1.0), gx.ef(), gx.allreduce())
+    state, total = tx.init(grads), torch.zeros(50)
+    for _ in range(steps):
+        updates, state = tx.update(grads, state)
+        total += updates[0]
+        assert state.gate.inner_states[0].residual[0].abs().max() <= tau
+    assert torch.allclose(total / steps, grads[0], atol=tau / steps + 1e-5)
+
+
+def test_what_does_not_fit_is_sent_later():
+    grads = [torch.tensor([8.0, 7.0, 6.0, 5.0])]
+    tx = gx.chain(gx.threshold(1.0, capacity=0.25), gx.ef())
+    state, sent = tx.init(grads), []
+    for step in range(4):
+        updates, state = tx.update([grads[0] * (step == 0)], state)
+        sent.append(updates[0].decode().tolist())
+    assert sent == [[8, 0, 0, 0], [0, 7, 0, 0], [0, 0, 6, 0], [0, 0, 0, 5]]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.chain(gx.unscale(), gx.threshold(0.3, capacity=0.3), gx.ef(), gx.allreduce()),
+        gx.chain(gx.skip_bn(), gx.threshold(0.05), gx.ef(), gx.allreduce(op="sum")),
+        gx.chain(gx.threshold(0.5, capacity=0.5), gx.ef()),
+    ],
+    ids=repr,
+)
+def test_laws(tx, seed):
+    check_laws(tx, seed=seed, steps=3, ranks=(1, 3))
+
+
+def test_ranks_with_other_numbers_over_the_bound_send_as_many_bytes():
+    tx = gx.chain(gx.threshold(1.0, capacity=0.01), gx.ef(), gx.allreduce())
+
+    def rank(i):
+        group, grads = find_group(), [torch.zeros(5000) if i else normal(5000)]
+        state = tx.init(grads)
+        _, state = tx.update(grads, state)
+        before = group.sent
+        updates, _ = tx.update(grads, state)
+        return group.sent - before, updates[0]
+
+    (one, first), (other, second) = run_ranks(2, rank)
+    assert torch.equal(first, second)
+    assert one == other == message_nbytes(1, [50 * 4, indices_nbytes(50, 5000)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "code"),
+    [
+        ((gx.threshold(0.1),), "GX302"),
+        ((gx.threshold(0.1, feedback=False), gx.ef()), "GX303"),
+        ((gx.topk(0.5), gx.threshold(0.1), gx.ef()), "GX301"),
+        ((gx.threshold(0.1), gx.sign(), gx.ef()), "GX301"),
+        ((gx.threshold(0.1), gx.topk(0.5), gx.ef()), "GX301"),
+        ((gx.threshold(0.1), gx.topk(0.5, scope="global"), gx.ef()), "GX301"),
+        ((gx.threshold(0.1), gx.unscale(), gx.ef(), gx.allreduce()), "GX102"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else repr(gx.chain(*value, check=False)),
+)
+def test_wrong_order_is_refused(parts, code):
+    with pytest.raises(gx.ChainOrderError) as caught:
+        gx.chain(*parts)
+    assert code in [violation.code for violation in caught.value.violations]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (gx.topk(0.5), gx.threshold(0.1)),
+        (gx.threshold(0.1), gx.sign()),
+        (gx.threshold(0.1), gx.topk(0.5)),
+        (gx.threshold(0.1), gx.topk(0.5, scope="global")),
+    ],
+    ids=repr,
+)
+def test_form_that_is_refused_fails_unchecked(parts):
+    tx = gx.chain(*parts, check=False)
+    with pytest.raises(TypeError):
+        tx.update([torch.ones(8)], tx.init([torch.ones(8)]))
+
+
+@pytest.mark.parametrize(
+    "rounding",
+    [lambda: gx.cast("float16"), lambda: gx.natural(), lambda: gx.quantize(4)],
+    ids=["cast", "natural", "quantize"],
+)
+def test_rounding_that_keeps_zeros_is_taken(rounding):
+    check_laws(
+        gx.chain(gx.threshold(0.3, capacity=0.3), rounding(), gx.ef(), gx.allreduce()),
+        steps=2,
+        ranks=(2,),
+        laws=["L2", "L4", "L5"],
+    )
+
+
+def test_padding_keeps_away_what_does_not_keep_zeros():
+    payload = payload_of(torch.tensor([2.0, 0.0]), 1.0)
+    signs = gx.Signs(torch.zeros(1, dtype=torch.uint8), torch.ones(1), (2,), "float32")
+    with pytest.raises(TypeError, match="is padded with zeros, which Signs"):
+        payload.with_values(signs)
+    assert isinstance(payload.with_values(payload.values * 2), Padded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_leaf_is_compared_in_fp32(dtype):
+    payload = payload_of(torch.tensor([1.0, 2.0], dtype=dtype), 1.5)
+    assert (payload.dtype, payload.decode().tolist()) == ("float32", [0, 2])
+
+
+def test_jax_gives_the_same():
+    jnp = pytest.importorskip("jax.numpy")
+    leaf = normal(100)
+    ours, theirs = payload_of(leaf, 1.0, 0.2), payload_of(jnp.asarray(leaf.numpy()), 1.0, 0.2)
+    assert ours.indices.tolist() == theirs.indices.tolist()
+    assert ours.values.tolist() == theirs.values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: gx.threshold(1),
+            TypeError,
+            "threshold(tau=1): expected a float of at least 0, such as 1e-3",
+        ),
+        (
+            lambda: gx.threshold(-0.5),
+            ValueError,
+            "threshold(tau=-0.5): expected a float of at least 0",
+        ),
+        (
+            lambda: gx.threshold(NAN),
+            ValueError,
+            "threshold(tau=nan): expected a float of at least 0",
+        ),
+        (
+            lambda: gx.threshold(INF),
+            ValueError,
+            "threshold(tau=inf): expected a float of at least 0",
+        ),
+        (
+            lambda: gx.threshold(0.1, capacity=0.0),
+            ValueError,
+            "threshold(capacity=0.0): expected a float over 0 and at most 1",
+        ),
+        (
+            lambda: gx.threshold(0.1, feedback="no"),
+            TypeError,
+            "threshold(feedback='no'): expected True or False",
+        ),
+    ],
+)
+def test_wrong_argument_is_refused(call, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()
