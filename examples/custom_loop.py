@@ -91,9 +91,11 @@ def train_functional(epochs: int) -> tuple[nn.Module, float]:
     for rate, images, labels in batches(epochs):
         grads, buffers = grad(scaled_loss, has_aux=True)(params, buffers, images, labels)
         updates, state = CHAIN.update(grads, state, loss_scale=LOSS_SCALE)
+        steps += 1
+        if not state.last_finite:
+            continue  # on all ranks alike: momentum must not step on a bad step's zeros
         momentum = {name: MOMENTUM * m + updates[name] for name, m in momentum.items()}
         params = {name: p - rate * momentum[name] for name, p in params.items()}
-        steps += 1
     sent = find_group().sent / steps
     running = {name: b for name, b in buffers.items() if b.is_floating_point()}
     mean = gx.chain(gx.allreduce())

@@ -135,6 +135,11 @@ class Pipeline:
                 the optimizers do not own just the parameters that have a gradient.
             RankMismatchError: if another rank failed, or ranks disagree.
         """
+        if self.tx.exchange is not None and self.tx.exchange.group is not self._group:
+            raise RuntimeError(
+                "the process group is another one than when the Pipeline was built: build it after "
+                "torch.distributed.init_process_group, so that parameters start equal"
+            )
         sent = self._group.sent
         context = Context(self._state.layout, self.tx.code(local=False))
         with telling_others(self.tx, self._state, context):
@@ -180,11 +185,16 @@ class Pipeline:
             A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own.
         """
         return {
+            **self._identity(),
+            "state": flatten_state(self._state),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        return {
             "format": 1,
             "chain": self.tx.code(local=False),
             "rank": self._group.rank,
             "world_size": self._group.size,
-            "state": flatten_state(self._state),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -196,11 +206,11 @@ class Pipeline:
         Raises:
             ValueError: naming what differs; the state is then as it was.
         """
-        here = self.state_dict()
-        missing = sorted(here.keys() - state_dict.keys())
+        here = self._identity()
+        missing = sorted({*here, "state"} - state_dict.keys())
         if missing:
             raise ValueError(f"this is no state_dict of a Pipeline: it lacks {missing}")
-        for name in ("format", "chain", "world_size", "rank"):
+        for name in here:
             if state_dict.get(name) != here[name]:
                 raise ValueError(
                     f"this state_dict has {name} {state_dict.get(name)!r}: expected {here[name]!r}"

@@ -98,6 +98,11 @@ def scatter(values: Array, indices: Array, size: int) -> Array:
     return jnp.put_along_axis(out, indices, values, -1, inplace=False)
 
 
+def scatter_add(total: Array, values: Array, indices: Array) -> Array:
+    """`total` with `values` added at `indices` of the last axis, which are distinct."""
+    return scatter(values, indices, total.shape[-1]) + total
+
+
 def mean_magnitude(x: Array) -> Array:
     """The mean of ``|x|`` over the last axis; zero for an empty one."""
     if x.shape[-1] == 0:

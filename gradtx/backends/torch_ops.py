@@ -105,6 +105,11 @@ def scatter(values: torch.Tensor, indices: torch.Tensor, size: int) -> torch.Ten
     return out.scatter_(-1, indices, values)
 
 
+def scatter_add(total: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """`total`, in place, with `values` added at `indices` of the last axis, which are distinct."""
+    return total.scatter_add_(-1, indices, values)
+
+
 def mean_magnitude(x: torch.Tensor) -> torch.Tensor:
     """The mean of ``|x|`` over the last axis; zero for an empty one."""
     if x.shape[-1] == 0:

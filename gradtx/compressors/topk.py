@@ -36,6 +36,12 @@ class Sparse(Payload):
         values = dense(self.values)
         return backends.of(values).scatter(values, self.indices, self.size)
 
+    def add_to(self, total: Array) -> Array:
+        """The total with the values added at their positions, and nowhere else."""
+        values = dense(self.values)
+        ops = backends.of(total)
+        return ops.scatter_add(total, ops.cast(values, ops.dtype_name(total)), self.indices)
+
     def with_values(self, values: Any) -> Payload:
         """Other values at the same positions; a sparse choice of them is merged into one."""
         if isinstance(values, Sparse):
@@ -137,7 +143,7 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
             (i for i, leaf in enumerate(leaves) if leaf is not None), key=paths.__getitem__
         )
         out = (
-            [encode_leaf(leaf, encode) for leaf in leaves]
+            [leaf if leaf is None else encode_leaf(leaf, encode) for leaf in leaves]
             if any(isinstance(leaf, Joined) for leaf in leaves)
             else _joined(leaves, order, encode)
         )

@@ -14,8 +14,9 @@ from gradtx.core.combinators import (
     ErrorFeedbackState,
     Feedback,
     Filter,
-    apply_if_finite,
+    Gate,
     error_feedback,
+    gate,
     masked,
     run,
 )
@@ -63,12 +64,16 @@ class ChainState(NamedTuple):
     @property
     def last_finite(self) -> Array:
         """0-d bool: the last step was taken (always true for a chain that is not gated)."""
-        return True if self.gate is None else self.gate.last_finite
+        if self.gate is not None:
+            return self.gate.last_finite
+        return backends.find(arrays_in(self.states)).flag(True)
 
     @property
     def total_notfinite(self) -> Array:
         """0-d int32: steps skipped so far."""
-        return 0 if self.gate is None else self.gate.total_notfinite
+        if self.gate is not None:
+            return self.gate.total_notfinite
+        return backends.find(arrays_in(self.states)).counter()
 
 
 def _residual(state: Any) -> PyTree:
@@ -118,12 +123,13 @@ class Chain(Transformation):
     def _step(
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ChainState]:
-        layout = state.layout
         exchange = self.exchange
+        layout = getattr(state, "layout", Layout((), None))
         context = Context(layout, self._shared_code, alone=exchange is None)
         if exchange is not None:
             context = replace(context, rank=exchange.rank, size=exchange.size)
         with telling_others(self, state, context):
+            _check_state(self, state)
             leaves = layout.match(updates)
             if any(leaf is None for leaf in leaves):
                 context = replace(context, absent=_absent(leaves, layout))
@@ -138,6 +144,14 @@ class Chain(Transformation):
         return _in_structure_of(updates, out_leaves, layout), ChainState(layout, states)
 
 
+def _check_state(tx: Chain, state: Any) -> None:
+    if not isinstance(state, ChainState) or len(state.states) != len(tx.core):
+        raise TypeError(
+            f"this is no state of {tx.code()}: got {type(state).__name__}; "
+            "give update what init or the last update of the same chain has returned"
+        )
+
+
 @contextmanager
 def telling_others(tx: Chain, state: ChainState, context: Context) -> Iterator[None]:
     """Tells the other ranks of an error that is raised inside, if they wait to hear from this one.
@@ -150,10 +164,19 @@ def telling_others(tx: Chain, state: ChainState, context: Context) -> Iterator[N
     try:
         yield
     except Exception as error:
-        exchange = find_exchange(tx.core, state.states)
-        if exchange is not None and not context.progress.sent:
-            exchange[0].fail(exchange[1], context, error, _rehearsed(tx, state, context))
+        if tx.exchange is not None and not context.progress.sent:
+            _tell(tx, state, context, error)
         raise
+
+
+def _tell(tx: Chain, state: Any, context: Context, error: Exception) -> None:
+    exchange: Any = tx.exchange
+    try:
+        own = find_exchange(tx.core, state.states)
+        rehearsed = _rehearsed(tx, state, context)
+    except Exception:  # The state itself is at fault: what is known without it has to do.
+        own, rehearsed = None, None
+    exchange.fail(None if own is None else own[1], context, error, rehearsed)
 
 
 def _rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
@@ -323,15 +346,21 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
 
 def _gated(parts: list[Transformation]) -> tuple[Transformation, ...]:
     unscales = [i + 1 for i, part in enumerate(parts) if part.stage.kind is Kind.UNSCALE]
-    delicate = [i for i, p in enumerate(parts) if any(s.lossy or s.stateful for s in p.stages)]
+    # What is stateless and linear hands an overflow on; anything else may hide or keep it.
+    delicate = [
+        i
+        for i, part in enumerate(parts)
+        if any(stage.lossy or stage.stateful or not stage.linear for stage in part.stages)
+    ]
     if not unscales and not delicate:
         return tuple(parts)
     start = (unscales or delicate)[0]
-    if [part.name for part in parts[start:]] == ["apply_if_finite"]:
+    if len(parts) == start + 1 and isinstance(parts[start], Gate):
         return tuple(parts)
-    return (*parts[:start], apply_if_finite(*parts[start:]))
+    return (*parts[:start], gate(tuple(parts[start:])))
 
 
+_TRIED = 6
 _PLACES = (
     Kind.UNSCALE,
     Kind.FILTER,
@@ -345,10 +374,10 @@ _PLACES = (
 def suggest(transformations: Sequence[Transformation]) -> Chain | None:
     """The same transformations in an order that passes, or None if none is found.
 
-    Of up to seven transformations all orders are tried, those with the fewest transpositions first;
+    Of up to six transformations all orders are tried, those with the fewest transpositions first;
     of more, the usual order.
     """
-    if len(transformations) > 7:
+    if len(transformations) > _TRIED:
         usual = sorted(transformations, key=lambda part: _PLACES.index(part.stage.kind))
         return Chain(usual) if _passes(usual) else None
     orders = itertools.permutations(range(len(transformations)))

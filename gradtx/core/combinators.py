@@ -35,7 +35,16 @@ from gradtx.core.tree import (
 class Bare(Transformation):
     """A stage that acts on its neighbours: `chain` resolves it; used on its own it raises."""
 
+    def refuse_in(self, combinator: str) -> None:
+        """Raises a ValueError: a combinator has no neighbours to offer."""
+        raise ValueError(
+            f"{combinator}({self.code()}): {self.code()} acts on its neighbours in a chain; "
+            f"{self._instead}"
+        )
+
     def __init__(self, stage: Stage, instead: str) -> None:
+        self._instead = instead
+
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise TypeError(
                 f"{stage.code()} acts on its neighbours in a chain and does nothing alone: "
@@ -43,6 +52,30 @@ class Bare(Transformation):
             )
 
         super().__init__(stage, refuse, refuse)
+
+
+def compressors_in(name: str, compressors: Sequence[Any]) -> tuple[Transformation, ...]:
+    """The compressors that a feedback is called with, nested chains flattened.
+
+    Raises:
+        ValueError: if there is something else among them, or one that says ``feedback=False``.
+    """
+    parts = flat(compressors)
+    for part in parts:
+        if part.stage.kind is not Kind.COMPRESSOR:
+            raise ValueError(f"{name}({part.code()}): expected compressors, such as topk(0.01)")
+        if not part.stage.feedback:
+            raise ValueError(f"{name}({part.code()}): that says feedback=False; leave one of them")
+    return parts
+
+
+def stages_in(parts: Sequence[Transformation]) -> int:
+    """How many stages the order checker sees in some parts."""
+    return sum(len(part.stages) for part in parts)
+
+
+class Gate(Transformation):
+    """What `apply_if_finite` makes."""
 
 
 class Feedback(Bare):
@@ -152,14 +185,14 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             f"error_feedback(dtype={dtype!r}): the residual is kept in 'float32' "
             "(FP64 for FP64 leaves); 16 bits lose what is smaller than their rounding"
         )
-    stage = Stage("ef", Kind.FEEDBACK, stateful=True, over=len(compressors) or None)
+    parts = compressors_in("error_feedback", compressors)
+    stage = Stage("ef", Kind.FEEDBACK, stateful=True, over=stages_in(parts) or None)
     if not compressors:
         return Feedback(
             stage,
             error_feedback,
             "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
         )
-    parts = flat(compressors)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
         residual = map_leaves(zero_residual, params)
@@ -303,6 +336,12 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
             f"masked({part.code()}, ...): an exchange sees every leaf, since a leaf that goes past "
             "it is never reduced; mask what stands before it"
         )
+    if part.stage.kind is Kind.UNSCALE:
+        raise ValueError(
+            f"masked({part.code()}, ...): the loss scale is in every leaf; mask what comes after"
+        )
+    if isinstance(part, Bare):
+        part.refuse_in("masked")
     predicate = as_predicate(predicate)
 
     def init(params: PyTree, info: Info | None) -> MaskedState:
@@ -407,6 +446,14 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
         ({'w': tensor([0., 0.])}, 1)
     """
     parts = flat(inner)
+    for part in parts:
+        if isinstance(part, Bare):
+            part.refuse_in("apply_if_finite")
+    return gate(parts)
+
+
+def gate(parts: tuple[Transformation, ...]) -> Gate:
+    """As `apply_if_finite`, for parts that `chain` has resolved, whatever they are."""
     exchanges = [i for i, part in enumerate(parts) if part.stage.kind is Kind.EXCHANGE]
 
     def init(params: PyTree, info: Info | None) -> ApplyIfFiniteState:
@@ -438,7 +485,7 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
         Kind.EXCHANGE if exchanges else Kind.TRANSFORM,
         stateful=True,
     )
-    return Transformation(
+    return Gate(
         stage,
         init,
         update,

@@ -39,6 +39,10 @@ class ChainOrderError(ValueError):
         self.violations = tuple(violations)
         self.suggestion = suggestion
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A suggestion is full of functions, and stays behind.
+        return type(self), (str(self), self.violations, None)
+
 
 class RankMismatchError(RuntimeError):
     """Ranks disagree (other chain, other parameters, other step), or another rank failed."""

@@ -11,14 +11,16 @@ from gradtx import backends
 from gradtx.core.combinators import (
     Feedback,
     absent_here,
+    compressors_in,
     run,
     settled,
     settled_residual,
+    stages_in,
     zero_residual,
 )
 from gradtx.core.payload import Payload, decode_leaves
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Context, Transformation, flat
+from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import (
     Array,
     Info,
@@ -101,12 +103,13 @@ def momentum_correction(
         Argument("masking", masking, True),
         Argument("clip", clip, None),
     )
+    parts = compressors_in("momentum_correction", compressors)
     stage = Stage(
         "momentum_correction",
         Kind.FEEDBACK,
         arguments,
         stateful=True,
-        over=len(compressors) or None,
+        over=stages_in(parts) or None,
     )
     if not compressors:
         return Feedback(
@@ -115,7 +118,6 @@ def momentum_correction(
             "write chain(topk(0.01), momentum_correction(0.9)), or "
             "momentum_correction(0.9, topk(0.01))",
         )
-    parts = flat(compressors)
 
     def init(params: PyTree, info: Info | None) -> MomentumCorrectionState:
         return MomentumCorrectionState(

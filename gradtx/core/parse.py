@@ -35,7 +35,9 @@ def parse(text: str, names: Mapping[str, Any]) -> Any:
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     match node:
         case ast.Call(func=func, args=args, keywords=keywords):
-            named = {k.arg: _value(k.value, names) for k in keywords if k.arg is not None}
+            if any(keyword.arg is None for keyword in keywords):
+                raise ValueError(f"not part of a chain: {ast.unparse(node)!r}")
+            named = {str(keyword.arg): _value(keyword.value, names) for keyword in keywords}
             return _value(func, names)(*(_value(arg, names) for arg in args), **named)
         case ast.Attribute(value=ast.Name(id="gx" | "gradtx"), attr=name) | ast.Name(id=name):
             if name.startswith("_") or name not in names:

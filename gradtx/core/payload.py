@@ -66,6 +66,11 @@ class Payload:
         """The dense leaf as one flat axis of `size` values."""
         raise NotImplementedError
 
+    def add_to(self, total: Any) -> Any:
+        """The decoded values added to a flat `total`, which may be written to."""
+        ops = backends.of(total)
+        return total + ops.cast(self.decode(), ops.dtype_name(total))
+
     def summand(self) -> Any:
         """What the ranks sum in the next round, flat; None once there is no further round."""
         return None

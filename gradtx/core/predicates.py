@@ -74,8 +74,10 @@ def predicate(test: Test) -> Predicate:
         return test
     if not callable(test):
         raise TypeError(f"a predicate is a function (path, leaf, info) -> bool, got {test!r}")
-    name = f"{getattr(test, '__module__', '')}.{getattr(test, '__qualname__', repr(test))}"
-    return Predicate(test, name, (test,))
+    # No address in it: ranks and runs compare the code.
+    named = getattr(test, "func", test)  # of a functools.partial
+    named = named if hasattr(named, "__qualname__") else type(named)
+    return Predicate(test, f"{named.__module__}.{named.__qualname__}", (test,))
 
 
 def all_of(*tests: Test) -> Predicate:

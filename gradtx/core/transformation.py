@@ -166,7 +166,7 @@ class Transformation:
         return self.code()
 
     def _key(self) -> Any:
-        return self.stage, self.code()
+        return self.stage, self.stages, self.code()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Transformation) and self._key() == other._key()

@@ -12,7 +12,6 @@ import torch
 
 from gradtx import backends
 from gradtx.core.combinators import judge
-from gradtx.core.errors import RankMismatchError
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
@@ -126,7 +125,7 @@ class Allreduce(Exchange):
             raise TypeError("allreduce() exchanges torch tensors; JAX arrays are not supported yet")
         group = self.group
         outgoing = Outgoing(leaves, context, group.size, self._algorithm)
-        header = _header(context, int(state.count))
+        header = _header(_key(context), int(state.count), len(leaves))
         header = replace(header, finite=finite is None or bool(finite), absent=outgoing.absent)
         message, buffers = outgoing.message(header), outgoing.buffers(header, group.size)
 
@@ -169,13 +168,14 @@ class Allreduce(Exchange):
 
     def _agree(self, group: Group, context: Context, step: int, outgoing: Outgoing) -> None:
         key = _key(context)
-        if key not in group.agreements:
+        if key not in group.agreements or group.agreements[key][0] != outgoing.ways:
+            # The first step, or other leaves are compressed (another mask): all ranks come here.
             agree(group, context, step, forms=outgoing.forms)
-        group.agreements[key] = outgoing.sizes
+        group.agreements[key] = (outgoing.ways, outgoing.sizes)
 
     def fail(
         self,
-        state: AllreduceState,
+        state: AllreduceState | None,
         context: Context,
         error: Exception,
         arriving: PyTree | None = None,
@@ -184,19 +184,33 @@ class Allreduce(Exchange):
         group, text = self.group, f"{type(error).__name__}: {error}"
         if group.size == 1:
             return
-        sizes: Sizes | None = group.agreements.get(_key(context))
-        if sizes is not None and arriving is not None:
-            sizes = Outgoing(flatten(arriving)[0], context, group.size, self._algorithm).sizes
-        header = replace(_header(context, int(state.count)), error=True)
-        with suppress(RankMismatchError):
+        # Whatever goes wrong from here on, the error itself is what the user is to see.
+        with suppress(Exception):
+            step = 0 if state is None else int(state.count)
+            key, sizes = self._agreed(group, context, arriving)
             if sizes is None:
-                agree(group, context, header.step, text)
+                agree(group, context, step, text)
                 return
+            header = replace(_header(key, step, sizes.leaves), error=True)
             if sizes.segments is None:
                 group.all_reduce(sizes.error_buffer(header, group.size))
             else:
                 group.all_gather(sizes.error_message(header))
             share_error(group, text)
+
+    def _agreed(
+        self, group: Group, context: Context, arriving: PyTree | None
+    ) -> tuple[Key, Sizes | None]:
+        """What the others send in this step; None for the sizes if they are in the handshake."""
+        key = _key(context)
+        if arriving is None:
+            # This rank's state is unusable: the last agreement over this chain has to do.
+            known = [other for other in group.agreements if other[0] == context.code]
+            key = key if key in known or not known else known[-1]
+            return key, group.agreements[key][1] if key in known else None
+        outgoing = Outgoing(flatten(arriving)[0], context, group.size, self._algorithm)
+        agreed = key in group.agreements and group.agreements[key][0] == outgoing.ways
+        return key, outgoing.sizes if agreed else None
 
 
 def _init(params: PyTree, info: Info | None) -> AllreduceState:
@@ -204,12 +218,14 @@ def _init(params: PyTree, info: Info | None) -> AllreduceState:
     return AllreduceState(ops.counter(), ops.flag(True))
 
 
-def _key(context: Context) -> tuple[str, int]:
+Key = tuple[str, int]
+
+
+def _key(context: Context) -> Key:
     return context.code, context.layout.fingerprint
 
 
-def _header(context: Context, step: int) -> Header:
+def _header(key: Key, step: int, leaves: int) -> Header:
     """A header that says only who speaks: chain and tree, and the step."""
-    digest = hashlib.sha256(repr(_key(context)).encode()).digest()
-    absent = (False,) * len(context.layout.leaves)
-    return Header(int.from_bytes(digest[:8], "little"), step, True, False, absent)
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return Header(int.from_bytes(digest[:8], "little"), step, True, False, (False,) * leaves)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -77,13 +77,23 @@ class ProcessGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
-        on_cuda = dist.get_backend(group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else None
+        # Weak, or what is known of groups would keep them alive for ever.
+        self._reference = ref(group)
+        self._backend = dist.get_backend(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._reference()
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device or "cpu").contiguous()
+        """The tensor where the backend can send it; a mixed backend sends it from where it is."""
+        if self._backend == "nccl":
+            tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()))
+        elif self._backend in ("gloo", "mpi"):
+            tensor = tensor.cpu()
+        return tensor.contiguous()
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         own = self._here(message)
@@ -98,7 +108,8 @@ class ProcessGroup(Group):
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
-        root = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        group = self._group
+        root = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast(own, root, group=self._group)
         return own.to(buffer.device)
 

@@ -125,13 +125,19 @@ def _add(
     place: int,
 ) -> None:
     """Adds one rank's payload to the sums, except for leaves that this rank has no gradient for."""
-    flat = payload.decode()
-    parts = payload.parts.split(flat) if isinstance(payload, Joined) else {place: flat}
-    for i, part in parts.items():
+    if not isinstance(payload, Joined):
+        if outgoing.is_absent(place, header):
+            totals.setdefault(place, torch.zeros_like(payload.decode()).to(outgoing.dtype(place)))
+        elif place in totals:
+            totals[place] = payload.add_to(totals[place])
+        else:
+            totals[place] = payload.decode().to(outgoing.dtype(place))
+        return
+    for i, part in payload.parts.split(payload.decode()).items():
         part = part.reshape(-1).to(outgoing.dtype(i))
         if outgoing.is_absent(i, header):
             part = torch.zeros_like(part)
-        totals[i] = totals[i].add_(part) if i in totals else part
+        totals[i] = totals[i] + part if i in totals else part
 
 
 def _stop_if_failed(group: Group, flags: Flags) -> None:

@@ -125,11 +125,14 @@ class Packing:
     def _decode_indices(self, segment: torch.Tensor) -> Iterator[torch.Tensor]:
         flat = decode_indices(segment, sum(self._counts), sum(self._universes))
         parts = flat.split(self._counts)
+        # Strictly increasing, so the ends decide; one look at all of them.
+        ends = iter(torch.cat([part[[0, -1]] for part in parts if part.numel()] or [flat]).tolist())
         for part, start, universe in zip(parts, self._starts(), self._universes, strict=True):
-            # Strictly increasing: the ends decide.
-            if part.numel() and not start <= int(part[0]) <= int(part[-1]) < start + universe:
-                raise WireFormatError(
-                    f"indices {int(part[0])} to {int(part[-1])} lie outside their leaf, "
-                    f"{start} to {start + universe - 1}"
-                )
+            if part.numel():
+                first, last = next(ends), next(ends)
+                if not start <= first <= last < start + universe:
+                    raise WireFormatError(
+                        f"indices {first} to {last} lie outside their leaf, "
+                        f"{start} to {start + universe - 1}"
+                    )
             yield part - start

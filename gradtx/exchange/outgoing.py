@@ -86,7 +86,8 @@ class Outgoing:
         }
         self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
         payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
-        chosen = _worth_it(payloads, len(leaves), size, algorithm)
+        dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
+        chosen = _worth_it(payloads, dense_nbytes, len(leaves), size, algorithm)
         self.payloads = [payloads[i] for i in chosen]
         self.places = [_places(i, payloads[i]) for i in chosen]
         self.packing = Packing(self.payloads)
@@ -99,6 +100,10 @@ class Outgoing:
                 dense[i] = torch.zeros_like(dense[i])
         summands = {i: payload.summand() for i, payload in self.summed.items()}
         self._parts = {i: part for i in order if (part := (dense | summands).get(i)) is not None}
+
+    def _dense_nbytes(self, position: int, payload: Payload) -> int:
+        leaves = [self._layout.leaves[i] for i in _places(position, payload)]
+        return sum(x.size * _ITEMSIZE[accumulation_dtype(x.dtype or "float32")] for x in leaves)
 
     @cached_property
     def dense_places(self) -> dict[str, list[int]]:
@@ -124,6 +129,11 @@ class Outgoing:
     def is_absent(self, position: int, header: Header) -> bool:
         """Whether the rank that sent a header has no gradient for a leaf."""
         return header.absent[self._layout.path_ranks[position]]
+
+    @property
+    def ways(self) -> tuple[Any, ...]:
+        """Which leaves are gathered and which payloads are summed, by position."""
+        return tuple(map(tuple, self.places)), tuple(self.summed)
 
     @cached_property
     def forms(self) -> dict[str, str]:
@@ -172,7 +182,13 @@ class Outgoing:
         return out
 
 
-def _worth_it(payloads: dict[int, Payload], leaves: int, size: int, algorithm: str) -> list[int]:
+def _worth_it(
+    payloads: dict[int, Payload],
+    dense_nbytes: dict[int, int],
+    leaves: int,
+    size: int,
+    algorithm: str,
+) -> list[int]:
     """The positions of the payloads to gather: those that cost less than a dense all-reduce.
 
     Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
@@ -181,14 +197,10 @@ def _worth_it(payloads: dict[int, Payload], leaves: int, size: int, algorithm: s
     if algorithm == "gather":
         return list(payloads)
     ranks = max(size, 2)
-    cheaper = [i for i, p in payloads.items() if ranks * payload_nbytes(p) < 2 * _dense_nbytes(p)]
+    cheaper = [i for i, p in payloads.items() if ranks * payload_nbytes(p) < 2 * dense_nbytes[i]]
     message = message_nbytes(leaves, Packing([payloads[i] for i in cheaper]).sizes)
-    saved = sum(2 * _dense_nbytes(payloads[i]) for i in cheaper)
+    saved = sum(2 * dense_nbytes[i] for i in cheaper)
     return cheaper if ranks * message < saved else []
-
-
-def _dense_nbytes(payload: Payload) -> int:
-    return payload.size * _ITEMSIZE[payload.dtype]
 
 
 def _places(position: int, payload: Payload) -> list[int]:

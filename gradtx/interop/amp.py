@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+_SYNCED = "synced by gradtx"
+
 
 class ScalerAdapter:
     """A `torch.amp.GradScaler`, as the pipeline uses it.
@@ -50,7 +52,8 @@ class ScalerAdapter:
 
         Raises:
             ValueError: if no optimizer is given, or they do not own just these parameters.
-            RuntimeError: if an optimizer has stepped since the last ``scaler.update()``.
+            RuntimeError: if an optimizer has been synced or has stepped since the last
+                ``scaler.update()``.
         """
         optimizers = list(optimizers)
         if not optimizers:
@@ -64,6 +67,11 @@ class ScalerAdapter:
             raise RuntimeError(
                 "pipe.sync(optimizer) comes before scaler.step(optimizer); here the optimizer has "
                 "stepped since the last scaler.update()"
+            )
+        if any(_SYNCED in self._state(optimizer) for optimizer in optimizers):
+            raise RuntimeError(
+                "pipe.sync() has been called on this optimizer since the last scaler.update(): the "
+                "gradients are reduced already"
             )
         if OptState.UNSCALED not in stages:
             return float(self._scaler.get_scale()), True
@@ -81,6 +89,7 @@ class ScalerAdapter:
             found = torch.full((), float(skipped), dtype=torch.float32, device=device)
             state["found_inf_per_device"] = {device: found}
             state["stage"] = OptState.UNSCALED
+            state[_SYNCED] = True
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = self._scaler._per_optimizer_states[id(optimizer)]

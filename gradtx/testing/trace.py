@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 
 from gradtx.core.chain import Chain
-from gradtx.core.combinators import Filter
+from gradtx.core.combinators import Filter, Gate
 from gradtx.core.stage import Kind
 from gradtx.core.transformation import Transformation, flat
 from gradtx.core.tree import PyTree, flatten, flatten_with_paths, map_leaves, unflatten, widen
@@ -224,7 +224,7 @@ class Case:
 
 def _opened(parts: Sequence[Transformation]) -> Iterator[Transformation]:
     for part in parts:
-        if part.name == "apply_if_finite":
+        if isinstance(part, Gate):
             yield from _opened(part.parts)
         else:
             yield part

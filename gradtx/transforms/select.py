@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from gradtx.core.combinators import Filter
-from gradtx.core.predicates import Test, is_batch_norm, predicate
+from gradtx.core.predicates import Test, is_batch_norm
+from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 
 
-def filter_params(test: Test) -> Transformation:
+def filter_params(predicate: Test) -> Transformation:
     """Leaves for which a predicate is false bypass the compressors to the right.
 
     They are averaged densely. All other stages see every leaf. Several filters intersect.
 
     Args:
-        test: ``predicate(path, leaf, info) -> bool``: the key path, such as ``"conv1.weight"``, the
-            parameter, and its `LeafInfo` (None where `init` was not given an `nn.Module`). Asked
-            once a leaf, at `init`. Ready-made: `is_matrix`, `is_bias`, `is_batch_norm`, `min_size`,
-            `path_glob`; combine them by ``&``, ``|`` and ``~``.
+        predicate: ``predicate(path, leaf, info) -> bool``: the key path, such as
+            ``"conv1.weight"``, the parameter, and its `LeafInfo` (None where `init` was not given
+            an `nn.Module`). Asked once a leaf, at `init`. Ready-made: `is_matrix`, `is_bias`,
+            `is_batch_norm`, `min_size`, `path_glob`; combine them by ``&``, ``|`` and ``~``.
 
     Returns:
         A stage for `chain`.
@@ -30,7 +31,7 @@ def filter_params(test: Test) -> Transformation:
         >>> gx.chain(gx.filter_params(gx.is_matrix & gx.min_size(1000)), gx.topk(0.01), gx.ef())
         gx.chain(gx.filter_params(gx.is_matrix & gx.min_size(1000)), gx.topk(0.01), gx.ef())
     """
-    keep = predicate(test)
+    keep = as_predicate(predicate)
     return Filter(_stage("filter_params", Argument("predicate", keep)), keep)
 
 

@@ -82,4 +82,6 @@ def _divide(leaf: Any, scale: Any) -> Array:
     if backends.is_array(scale):
         ops = backends.of(scale)
         scale = ops.cast(scale, backends.of(wide).dtype_name(wide))
+        # Infinity less itself is NaN: no step is taken on gradients divided by infinity.
+        scale = scale + (scale - scale)
     return wide / scale

@@ -514,3 +514,32 @@ def test_loss_scales_that_are_powers_of_two_leave_no_trace(exponents, seed):
         expected, plain = tx.update([grad], plain, loss_scale=1.0)
         assert np.array_equal(out[0].numpy(), expected[0].numpy())
     assert bits_of(residual_of(scaled)) == bits_of(residual_of(plain))
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda: gx.error_feedback(gx.unscale()),
+            "error_feedback(gx.unscale()): expected",
+        ),
+        (lambda: gx.error_feedback(gx.allreduce()), "error_feedback(gx.allreduce()): expected"),
+        (
+            lambda: gx.error_feedback(gx.skip_bn(), gx.topk(0.1)),
+            "error_feedback(gx.skip_bn()): ",
+        ),
+        (lambda: gx.error_feedback(gx.topk(0.1, feedback=False)), "that says feedback=False"),
+        (lambda: gx.masked(gx.unscale(), gx.is_matrix), "the loss scale is in every leaf"),
+        (
+            lambda: gx.masked(gx.ef(), gx.is_matrix),
+            "masked(gx.ef()): gx.ef() acts on",
+        ),
+        (
+            lambda: gx.apply_if_finite(gx.topk(0.1), gx.ef()),
+            "apply_if_finite(gx.ef()): gx.ef()",
+        ),
+    ],
+)
+def test_combinators_refuse_what_cannot_stand_inside(build, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        build()

@@ -1,6 +1,7 @@
 """Ready-made predicates, their combinations, and how they print."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -172,3 +173,13 @@ def test_what_is_not_callable_is_refused(test):
 def test_mask_with_what_is_not_callable_is_refused():
     with refused(TypeError, "a predicate is a function (path, leaf, info) -> bool, got 'bias'"):
         gx.masked(gx.topk(0.5), "bias")
+
+
+class Keep:
+    def __call__(self, path, leaf, info):
+        return True
+
+
+def test_no_address_is_in_the_code_of_a_predicate():
+    assert repr(predicate(Keep())) == f"{__name__}.Keep"
+    assert repr(predicate(partial(Keep.__call__, Keep()))) == f"{__name__}.Keep.__call__"

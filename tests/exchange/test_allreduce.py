@@ -610,3 +610,31 @@ def test_a_dense_step_tells_that_ranks_are_at_different_steps():
             tx.update(gradients(i), second if i else first)
 
     run_ranks(2, rank)
+
+
+def test_a_leaf_that_a_rank_lacks_adds_nothing_where_a_payload_travels_dense():
+    tx = gx.chain(gx.topk(1.0, scope="global"), gx.sign(), gx.ef(), gx.allreduce())
+    full = {"a": torch.ones(4), "b": torch.ones(4)}
+
+    def rank(i):
+        grads = {**full, "b": None} if i else full
+        out, state = tx.update(grads, tx.init(full))
+        return out["b"].tolist(), state.residual["b"].tolist()
+
+    first, second = run_ranks(2, rank)
+    assert first == ([0.5] * 4, [0.0] * 4)
+    assert second == ([0.5] * 4, [0.0] * 4)
+
+
+def test_leaves_joined_with_an_fp64_one_send_no_more_than_the_ring():
+    tx = gx.chain(gx.topk(0.6, scope="global"), gx.ef(), gx.allreduce())
+    grads = {"a": torch.linspace(-1, 1, 20_000), "b": torch.ones((), dtype=torch.float64)}
+
+    def rank(i):
+        group, state = find_exchange(tx.core, (state := tx.init(grads)).states)[0].group, state
+        _, state = tx.update(grads, state)
+        before = group.sent
+        tx.update(grads, state)
+        return group.sent - before
+
+    assert max(run_ranks(2, rank)) <= 20_000 * 4 + 8 + 16

@@ -628,3 +628,32 @@ def test_agree_is_silent_where_ranks_agree():
         agree(find_group(), Context(layout_of(MEAN), "chain"), 5)
 
     assert run_ranks(3, rank) == [None] * 3
+
+
+def test_another_mask_under_the_same_chain_and_tree_is_agreed_on_anew():
+    tx = gx.chain(gx.skip_bn(), gx.topk(0.01), gx.ef(), gx.allreduce())
+    model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.BatchNorm1d(60))
+    grads = {path: torch.ones_like(p) for path, p in model.named_parameters()}
+
+    def rank(i):
+        tx.update(grads, tx.init(dict(grads)))
+        state = tx.init(model)
+        _, state = tx.update(grads, state)
+        with pytest.raises((ValueError, gx.RankMismatchError)) as caught:
+            tx.update({"0.weight": torch.ones(1)} if i else grads, state)
+        return type(caught.value).__name__
+
+    assert run_ranks(2, rank) == ["RankMismatchError", "ValueError"]
+
+
+def test_a_state_of_another_chain_on_one_rank_is_told_to_the_others():
+    tx = gx.chain(gx.topk(0.01), gx.ef(), gx.allreduce())
+    grads = {"w": torch.ones(1000)}
+
+    def rank(i):
+        _, state = tx.update(grads, tx.init(grads))
+        with pytest.raises((TypeError, gx.RankMismatchError)) as caught:
+            tx.update(grads, () if i else state)
+        return type(caught.value).__name__
+
+    assert run_ranks(2, rank) == ["RankMismatchError", "TypeError"]

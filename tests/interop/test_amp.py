@@ -113,3 +113,14 @@ def test_a_parameter_without_a_gradient_needs_no_optimizer():
     scaler, optimizer, weight = a_step()
     parameters = {"w": weight, "v": nn.Parameter(torch.zeros(1))}
     assert ScalerAdapter(scaler).loss_scale([optimizer], parameters) == (8.0, True)
+
+
+def test_a_second_sync_before_update_is_refused():
+    scaler, optimizer, weight = a_step()
+    adapter = ScalerAdapter(scaler)
+    adapter.record([optimizer], skipped=False)
+    with pytest.raises(RuntimeError, match="the gradients are reduced already"):
+        adapter.loss_scale([optimizer], {"w": weight})
+    scaler.step(optimizer)
+    scaler.update()
+    assert adapter.loss_scale([optimizer], {"w": weight}) == (8.0, True)

@@ -191,3 +191,10 @@ def test_compressed_leaf_in_an_unchecked_chain_is_refused():
 
 def test_it_has_no_state():
     assert gx.unscale().init({"w": torch.ones(2)}) == ()
+
+
+def test_an_infinite_scale_given_as_an_array_is_a_bad_step():
+    tx = gx.chain(gx.unscale())
+    state = tx.init([torch.zeros(2)])
+    _, state = tx.update([torch.ones(2)], state, loss_scale=torch.tensor(float("inf")))
+    assert not state.last_finite
