@@ -58,14 +58,12 @@ def compressors_in(name: str, compressors: Sequence[Any]) -> tuple[Transformatio
     """The compressors that a feedback is called with, nested chains flattened.
 
     Raises:
-        ValueError: if there is something else among them, or one that says ``feedback=False``.
+        ValueError: if there is something else among them.
     """
     parts = flat(compressors)
     for part in parts:
         if part.stage.kind is not Kind.COMPRESSOR:
             raise ValueError(f"{name}({part.code()}): expected compressors, such as topk(0.01)")
-        if not part.stage.feedback:
-            raise ValueError(f"{name}({part.code()}): that says feedback=False; leave one of them")
     return parts
 
 

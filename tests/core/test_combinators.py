@@ -528,7 +528,6 @@ def test_loss_scales_that_are_powers_of_two_leave_no_trace(exponents, seed):
             lambda: gx.error_feedback(gx.skip_bn(), gx.topk(0.1)),
             "error_feedback(gx.skip_bn()): ",
         ),
-        (lambda: gx.error_feedback(gx.topk(0.1, feedback=False)), "that says feedback=False"),
         (lambda: gx.masked(gx.unscale(), gx.is_matrix), "the loss scale is in every leaf"),
         (
             lambda: gx.masked(gx.ef(), gx.is_matrix),

@@ -114,7 +114,7 @@ ONE_RULE = [
 @pytest.mark.parametrize(
     ("code", "stages", "parts", "reason", "fix"),
     ONE_RULE,
-    ids=[f"{code} {gx.chain(*parts, check=False)}" for code, _, parts, _, _ in ONE_RULE],
+    ids=[f"{row[0]} {row[2]}" for row in ONE_RULE],
 )
 def test_one_rule(code, stages, parts, reason, fix):
     error = error_of(*parts)
@@ -132,6 +132,12 @@ def test_every_rule_has_its_example():
     assert {row[0] for row in ONE_RULE} == {rule.code for rule in RULES}
 
 
+@pytest.mark.parametrize("row", ONE_RULE, ids=lambda row: f"{row[0]} {row[2]}")
+def test_check_false_builds_it_all_the_same(row):
+    parts = row[2]
+    assert len(gx.chain(*parts, check=False).stages) == len(parts)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -147,7 +153,7 @@ def test_every_rule_has_its_example():
         [gx.error_feedback(gx.topk(0.5)), gx.allreduce()],
         [gx.masked(gx.error_feedback(gx.topk(0.5), gx.sign()), gx.is_matrix), gx.allreduce()],
     ],
-    ids=lambda parts: repr(gx.chain(*parts, check=False)),
+    ids=repr,
 )
 def test_accepted(parts):
     assert gx.chain(*parts).stages == gx.chain(*parts, check=False).stages
