@@ -1,4 +1,4 @@
-"""``python -m gradtx``: the demo, and the rules and chains explained."""
+"""``python -m gradtx``: the demo, the compressors measured, and the rules and chains explained."""
 
 from __future__ import annotations
 
@@ -25,10 +25,18 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands.add_parser("explain", help="print the order rules, or explain a chain"))
     from gradtx import demo
+    from gradtx.bench import compressors
 
     demo.add_arguments(commands.add_parser("demo", help="train on two ranks, dense and compressed"))
+    compressors.add_arguments(
+        commands.add_parser("compressors", help="measure all compressors on a gradient")
+    )
     options = parser.parse_args(arguments)
-    return _explain(options.chain) if options.command == "explain" else demo.main(options)
+    if options.command == "explain":
+        return _explain(options.chain)
+    if options.command == "compressors":
+        return compressors.main(options)
+    return demo.main(options)
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:

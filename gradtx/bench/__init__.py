@@ -1,0 +1,1 @@
+"""Compressors measured on gradients: ``python -m gradtx compressors``."""
