@@ -55,7 +55,7 @@ def _explain(text: str | None) -> int:
     except ChainOrderError as error:
         print(error)
         return 1
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError, MemoryError, RecursionError) as error:
         print(f"gradtx explain: {error}", file=sys.stderr)
         return 2
     return 0

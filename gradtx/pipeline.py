@@ -84,8 +84,16 @@ class Pipeline:
     """
 
     def __init__(self, tx: Any, model: Any, *, scaler: Any = None) -> None:
-        self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
-        self._group = find_group(None) if self.tx.exchange is None else self.tx.exchange.group
+        self._group = find_group(None)
+        context = Context(Layout((), None), "")
+        try:
+            self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
+        except Exception as error:
+            if self._group.size > 1:
+                _tell(self._group, context, error)
+            raise
+        if self.tx.exchange is not None:
+            self._group = self.tx.exchange.group
         self._module = model if isinstance(model, torch.nn.Module) else None
         context = Context(Layout((), None), self.tx.code(local=False))
         try:
@@ -103,6 +111,7 @@ class Pipeline:
                 for path, leaf in zip(self._paths, leaves, strict=True)
                 if leaf is not None
             }
+            _refuse_shared(self._parameters)
             self._state = self.tx.init(tree, info)
             self._values = sum(p.numel() for p in self._parameters.values())
             context = Context(self._everything(), context.code)
@@ -145,7 +154,9 @@ class Pipeline:
         with telling_others(self.tx, self._state, context):
             self._check_frozen()
             extra = self._loss_scale(optimizers, loss_scale)
-        updates, self._state = self.tx.update(self._gradients(), self._state, self._tree, **extra)
+        with torch.no_grad():
+            gradients = self._gradients()
+            updates, self._state = self.tx.update(gradients, self._state, self._tree, **extra)
         written = self._write(flatten(updates)[0])
         skipped = not bool(self._state.last_finite)
         if self._scaler is not None and self._scaler.enabled:
@@ -165,6 +176,8 @@ class Pipeline:
         """
         if self._module is None or self._group.size == 1:
             return
+        # Buffers may have changed their sizes since the first step.
+        agree(self._group, Context(self._everything(), self.tx.code(local=False)), 0)
         averaged = _running_statistics(self._module)
         if averaged:
             flat_sum = self._group.all_reduce(
@@ -252,11 +265,17 @@ class Pipeline:
         if self._module is None:
             return
         for path, parameter in self._module.named_parameters():
-            if parameter.grad is not None and path not in self._parameters:
+            if parameter.grad is None or parameter is self._parameters.get(path):
+                continue
+            if path in self._parameters:
                 raise ValueError(
-                    f"parameter {path!r} has a gradient and did not require one when the Pipeline "
-                    "was built: build a new Pipeline after changing requires_grad"
+                    f"parameter {path!r} has been replaced since the Pipeline was built: build a "
+                    "new Pipeline, after load_state_dict(assign=True) too"
                 )
+            raise ValueError(
+                f"parameter {path!r} has a gradient and did not require one when the Pipeline "
+                "was built: build a new Pipeline after changing requires_grad"
+            )
 
     def _gradients(self) -> PyTree:
         grads = [p if p is None else p.grad for p in map(self._parameters.get, self._paths)]
@@ -307,6 +326,16 @@ def _refuse_ddp(model: Any) -> None:
             "they would be reduced twice. Give the Pipeline a model that was never wrapped; to "
             "keep DDP, change what it sends by a hook: ddp_model.register_comm_hook(state, hook)"
         )
+
+
+def _refuse_shared(parameters: Tensors) -> None:
+    first: dict[int, str] = {}
+    for path, parameter in parameters.items():
+        if first.setdefault(id(parameter), path) != path:
+            raise ValueError(
+                f"one tensor stands at {first[id(parameter)]!r} and at {path!r}: its gradient "
+                "would be sent twice; leave one of them out"
+            )
 
 
 def _has_unscale(tx: Chain) -> bool:

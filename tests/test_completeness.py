@@ -32,11 +32,10 @@ CHAINS = [names for n in range(6) for names in itertools.product(STAGES, repeat=
 PARAMS = {"bn": torch.zeros(2), "w": torch.zeros(16)}
 GRADIENTS = [
     {"bn": torch.tensor([1.0, -3.0]), "w": torch.linspace(-1.0, 3.0, 16)},
-    {"bn": torch.tensor([0.25, 2.0]), "w": torch.linspace(2.0, -1.5, 16) ** 3},
     {"bn": torch.tensor([1.0, torch.inf]), "w": torch.ones(16)},
-    {"bn": torch.tensor([-0.5, 0.75]), "w": torch.linspace(-1.0, 1.0, 16) ** 2},
+    {"bn": torch.tensor([0.25, 2.0]), "w": torch.linspace(2.0, -1.5, 16) ** 3},
 ]
-SCALES = (2.0, 16.0, 1.0, 4.0)
+SCALES = (2.0, 1.0, 16.0)
 LARGE = {"w": torch.linspace(-1.0, 2.0, 6000) ** 3}
 
 
@@ -160,8 +159,8 @@ def test_codes_are_from_the_table():
     found = {violation.code for names in REFUSED for violation in violations_of(names)}
     known = {rule.code for rule in RULES}
     assert found <= known
-    # A stage that needs reduced gradients is not among the six.
-    assert known - found == {"GX403"}
+    # A stage that needs reduced gradients and an unbiased compressor are not among the six.
+    assert known - found == {"GX306", "GX403"}
 
 
 def test_every_refused_chain_has_a_witness():

@@ -1301,3 +1301,69 @@ def test_a_failing_rank_in_sync_is_told_to_the_others():
     assert second[0] == "TypeError"
     text = f"rank 1 failed in this step: TypeError: {second[1]}"
     assert first == ("RankMismatchError", text)
+
+
+def test_a_parameter_that_was_replaced_is_refused():
+    model = nn.Linear(2, 1)
+    pipe = gx.Pipeline(gx.chain(gx.allreduce()), model)
+    model.weight = nn.Parameter(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="parameter 'weight' has been replaced since the Pipeline"):
+        pipe.sync()
+
+
+def test_one_tensor_at_two_paths_is_refused():
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="one tensor stands at 'a' and at 'b'"):
+        gx.Pipeline(gx.chain(gx.allreduce()), {"a": weight, "b": weight})
+
+
+def test_the_state_keeps_no_autograd_history():
+    class Decay:
+        def init(self, params):
+            return {"count": 0}
+
+        def update(self, updates, state, params=None):
+            out = {path: u + 0.1 * params[path] for path, u in updates.items()}
+            return out, {"count": state["count"] + 1}
+
+    weight = nn.Parameter(torch.ones(4))
+    decay = gx.declare(Decay(), linear=True, needs_reduced=False)
+    pipe = gx.Pipeline(gx.chain(decay, gx.topk(0.25), gx.ef(), gx.allreduce()), {"w": weight})
+    weight.grad = torch.ones(4)
+    pipe.sync()
+    assert not pipe.state.residual["w"].requires_grad
+    saved = pipe.state_dict()
+    assert 1 in saved["state"].values()
+    pipe.load_state_dict(saved)
+
+
+def test_optimizers_in_a_list_are_refused():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    pipe = gx.Pipeline(
+        gx.chain(gx.unscale(), gx.allreduce()), {"w": weight}, scaler=torch.amp.GradScaler("cpu")
+    )
+    with pytest.raises(TypeError, match="sync takes optimizers one by one"):
+        pipe.sync([optimizer])
+
+
+def test_a_chain_that_cannot_be_built_is_told_to_the_others():
+    def rank(i):
+        with pytest.raises((TypeError, gx.RankMismatchError)) as caught:
+            gx.Pipeline(gx.allreduce if i else gx.chain(gx.allreduce()), nn.Linear(2, 1))
+        return type(caught.value).__name__
+
+    assert run_ranks(2, rank) == ["RankMismatchError", "TypeError"]
+
+
+def test_buffers_that_have_changed_their_size_are_told():
+    def rank(i):
+        model = nn.Linear(2, 1)
+        model.register_buffer("cache", torch.zeros(4))
+        pipe = gx.Pipeline(gx.chain(gx.allreduce()), model)
+        model.cache = torch.zeros(4 + i)
+        with pytest.raises(gx.RankMismatchError, match="leaf 'buffer cache'"):
+            pipe.sync_buffers()
+
+    run_ranks(2, rank)

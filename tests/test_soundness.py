@@ -35,8 +35,10 @@ ACCEPTED = [
 SMALL = {"bn": torch.zeros(2), "half": torch.zeros(3, dtype=torch.float16), "w": torch.zeros(3, 4)}
 
 
-def parts_of(names):
-    return [STAGES[name] for name in names]
+def parts_of(names, algorithm="auto"):
+    """The chain; only if told to gather does the exchange send leaves this small compressed."""
+    exchange = {"allreduce": gx.allreduce(algorithm=algorithm)}
+    return [{**STAGES, **exchange}[name] for name in names]
 
 
 def as_numpy(tree):
@@ -164,11 +166,17 @@ def test_accepted_chain_keeps_the_laws(names):
     check_laws(gx.chain(*parts_of(names)), params=SMALL, steps=3)
 
 
+@pytest.mark.parametrize("names", [n for n in ACCEPTED if "allreduce" in n], ids=" ".join)
+def test_accepted_chain_keeps_the_laws_where_payloads_are_gathered(names):
+    tx = gx.chain(*parts_of(names, "gather"))
+    check_laws(tx, params=SMALL, steps=3, ranks=(2, 3), laws=["L2", "L3", "L4", "L5", "L7", "L8"])
+
+
 @pytest.mark.parametrize("names", ACCEPTED, ids=" ".join)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_accepted_chain_agrees_with_the_reference(names, data):
-    parts = parts_of(names)
+    parts = parts_of(names, data.draw(st.sampled_from(["auto", "gather"])))
     assert_agrees(parts, *data.draw(runs(parts)))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradtx import backends
+from gradtx.backends import torch_ops
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
     ErrorFeedbackState,
@@ -137,9 +138,10 @@ class Chain(Transformation):
                 leaves = _filled(leaves, state)
             tree = unflatten(layout.treespec, leaves)
             if params is not None:
-                params = unflatten(layout.treespec, layout.arrange(params))
+                params = unflatten(layout.treespec, _detached(layout.arrange(params)))
             extra = {**extra, "context": context}
-            out, states = run(self.core, tree, state.states, params, extra)
+            with torch_ops.full_precision():
+                out, states = run(self.core, tree, state.states, params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
         return _in_structure_of(updates, out_leaves, layout), ChainState(layout, states)
 
@@ -227,6 +229,10 @@ def find_exchange(
     return None
 
 
+def _detached(leaves: Sequence[Any]) -> list[Any]:
+    return [backends.of(x).detach(x) if backends.is_array(x) else x for x in leaves]
+
+
 def _absent(leaves: Sequence[Any], layout: Layout) -> tuple[bool, ...]:
     return tuple(
         leaf is None and spec.shape is not None
@@ -304,6 +310,8 @@ def chain(*transformations: Any, check: bool = True) -> Chain:
         ['GX102', 'GX302', 'GX303', 'GX401']
         gx.chain(gx.unscale(), gx.topk(0.01), gx.ef(), gx.allreduce())
     """
+    if not isinstance(check, bool):
+        raise TypeError(f"chain(check={check!r}): expected True or False")
     parts = flat(transformations)
     violations = check_order([s for part in parts for s in part.stages]) if check else []
     if violations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from gradtx.core.chain import Chain, chain
@@ -58,4 +59,4 @@ def rules_table() -> str:
 
 
 def _short(code: str) -> str:
-    return code.replace("gx.", "")
+    return re.sub(r"(?<![\w'\".])gx\.", "", code)

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.tree import Array, Info, Layout, PyTree, cast_like, checked, parameters_of
+from gradtx.core.tree import (
+    Array,
+    Info,
+    Layout,
+    PyTree,
+    arranged_like,
+    cast_like,
+    checked,
+    parameters_of,
+)
 
 InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
@@ -276,8 +285,9 @@ def declare(
     def step(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        out: tuple[PyTree, Any] = update(updates, state, params, **(extra if takes_extra else {}))
-        return out
+        out, state = update(updates, state, params, **(extra if takes_extra else {}))
+        # It may hand on another container, or the same one in another order.
+        return arranged_like(out, updates), state
 
     return Transformation(stage, lambda params, info: init(params), step)
 

@@ -114,8 +114,9 @@ def reorder(found: Mapping[str, Any], paths: Sequence[str]) -> list[Any]:
     Raises:
         ValueError: naming the paths that are missing or unknown.
     """
+    expected = set(paths)
     missing = [path for path in paths if path not in found]
-    unknown = [path for path in found if path not in set(paths)]
+    unknown = [path for path in found if path not in expected]
     if missing or unknown:
         raise ValueError(
             "the gradients have another structure than the parameters given to init: "

@@ -15,7 +15,7 @@ from gradtx.core.combinators import judge
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
-from gradtx.core.tree import Array, Info, PyTree, flatten, unflatten
+from gradtx.core.tree import Array, Info, PyTree, arrays_in, flatten, unflatten
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange, further_rounds
@@ -121,7 +121,7 @@ class Allreduce(Exchange):
         **extra: Any,
     ) -> tuple[PyTree, AllreduceState]:
         leaves, treespec = flatten(updates)
-        if any(backends.is_array(x) and not isinstance(x, torch.Tensor) for x in leaves):
+        if any(not isinstance(x, torch.Tensor) for x in arrays_in(leaves)):
             raise TypeError("allreduce() exchanges torch tensors; JAX arrays are not supported yet")
         group = self.group
         outgoing = Outgoing(leaves, context, group.size, self._algorithm)
@@ -181,9 +181,11 @@ class Allreduce(Exchange):
         arriving: PyTree | None = None,
     ) -> None:
         """Tells the other ranks that this one has failed; they raise `RankMismatchError`."""
-        group, text = self.group, f"{type(error).__name__}: {error}"
+        group, text = self.group, type(error).__name__
         if group.size == 1:
             return
+        with suppress(Exception):
+            text = f"{text}: {error}"
         # Whatever goes wrong from here on, the error itself is what the user is to see.
         with suppress(Exception):
             step = 0 if state is None else int(state.count)

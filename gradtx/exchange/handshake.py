@@ -45,7 +45,7 @@ class Hello:
 
     def encode(self) -> torch.Tensor:
         """As uint8 ``[NBYTES]``; a long error is cut."""
-        text = self.error.encode()[: NBYTES - _HEAD.size]
+        text = self.error.encode(errors="backslashreplace")[: NBYTES - _HEAD.size]
         head = _HEAD.pack(
             _MAGIC, _VERSION, int(bool(self.error)), self.chain, self.layout, self.step, len(text)
         )

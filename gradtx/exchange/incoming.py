@@ -8,7 +8,7 @@ import torch
 
 from gradtx.core.errors import RankMismatchError
 from gradtx.core.payload import Joined, Payload
-from gradtx.exchange.flags import STEPS, Flags
+from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
 from gradtx.exchange.outgoing import Outgoing
@@ -48,7 +48,7 @@ def exchange(
         if flags is None:
             total, flags = outgoing.sizes.read_flags(total, group.size)
             _stop_if_failed(group, flags)
-            if flags.steps != group.size * (header.step % STEPS):
+            if not flags.in_step(group.size):
                 raise RankMismatchError(
                     f"this is step {header.step} on rank {group.rank}, but not on all ranks"
                 )

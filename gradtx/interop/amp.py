@@ -56,6 +56,12 @@ class ScalerAdapter:
                 ``scaler.update()``.
         """
         optimizers = list(optimizers)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(
+                    f"sync takes optimizers one by one, sync(optimizer_a, optimizer_b): got "
+                    f"{type(optimizer).__name__}"
+                )
         if not optimizers:
             raise ValueError(
                 "with a GradScaler, name the optimizers: pipe.sync(optimizer), "

@@ -15,6 +15,7 @@ in the leaf, added up over ranks and steps: a relative error of 2e-6 in FP32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, Unpack
@@ -475,10 +476,16 @@ def _nbytes(leaves: Leaves) -> int:
 
 
 def _ring(params: PyTree, size: int) -> tuple[int, int]:
-    """What a dense ring all-reduce takes, and at most for flags: one number a leaf, two more."""
+    """What a dense ring all-reduce takes, and what flags may add.
+
+    Flags are summed exactly in FP32: two numbers, and one for as many leaves as it has digits to
+    the base of the number of ranks plus one. They may ride in FP64.
+    """
     leaves = flatten(params)[0]
+    digits = int(24 / math.log2(size + 1))
+    numbers = 2 + -(-len(leaves) // digits)
     copies = 2 * (size - 1)
-    return copies * _nbytes(leaves) // size, copies * 8 * (2 + len(leaves)) // size + 1
+    return copies * _nbytes(leaves) // size, copies * 8 * numbers // size + 1
 
 
 def _sent(case: Case, tx: Transformation, params: PyTree, size: int) -> int:

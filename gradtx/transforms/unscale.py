@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -69,8 +68,8 @@ def _checked(scale: Any) -> Any:
         return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"loss_scale is {scale!r}: expected a number or a 0-d array")
-    # Larger than any float, as a whole number can be, counts as infinite.
-    if not (scale > 0 and scale <= sys.float_info.max):
+    # What is infinite in FP32 would make zeros of the gradients.
+    if not 0 < scale <= float(np.finfo(np.float32).max):
         raise ValueError(f"loss_scale is {scale!r}: expected a positive, finite number")
     return scale
 

@@ -282,7 +282,7 @@ def test_bytes_on_the_wire_are_those_of_the_two_factors(size):
         tx.update(grads, state)
         return group.sent - before
 
-    flags = 4
+    flags = 5
     first, second = n * r + rest + flags, m * r
     expected = sum(2 * (size - 1) * 4 * values // size for values in (first, second))
     assert run_ranks(size, rank) == [expected] * size

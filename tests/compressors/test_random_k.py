@@ -209,7 +209,7 @@ def test_no_index_is_sent(size):
         payloads(tx, grads, 1, state)
         return group.sent - before
 
-    flags = 4
+    flags = 5
     assert set(run_ranks(size, rank)) == {2 * (size - 1) * 4 * (k + flags) // size}
 
 

@@ -800,3 +800,27 @@ def test_another_state_is_refused():
     tx = gx.chain(gx.topk(0.5), gx.ef())
     with pytest.raises(TypeError, match="this is no state of"):
         tx.update([torch.zeros(2)], ())
+
+
+def test_a_foreign_stage_may_hand_on_another_container():
+    class Plain:
+        def init(self, params):
+            return ()
+
+        def update(self, updates, state, params=None):
+            return dict(updates.items()), state
+
+    tx = gx.chain(gx.declare(Plain(), linear=True, stateful=False, needs_reduced=False))
+    grads = OrderedDict(w=torch.tensor([1.0]), b=torch.tensor([10.0]))
+    out, _ = tx.update(grads, tx.init(grads))
+    assert {path: value.item() for path, value in out.items()} == {"w": 1.0, "b": 10.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_does_not_reach_inside(dtype):
+    tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce())
+    grads = {"a": torch.ones(4, dtype=dtype), "b": torch.ones(4)}
+    plain, _ = tx.update(grads, tx.init(grads))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, _ = tx.update(grads, tx.init(grads))
+    assert all(torch.equal(plain[path], under[path]) for path in grads)

@@ -657,3 +657,37 @@ def test_a_state_of_another_chain_on_one_rank_is_told_to_the_others():
         return type(caught.value).__name__
 
     assert run_ranks(2, rank) == ["RankMismatchError", "TypeError"]
+
+
+def test_an_error_that_cannot_be_written_as_utf_8_is_told():
+    tx = gx.chain(gx.allreduce())
+    grads = {"w": torch.ones(3)}
+
+    class Broken:
+        def init(self, params):
+            return ()
+
+        def update(self, updates, state, params=None):
+            raise OSError("cannot read '/tmp/\\udcff'")
+
+    def rank(i):
+        parts = [gx.declare(Broken(), name="x", linear=True, needs_reduced=False)] * i
+        with pytest.raises((OSError, gx.RankMismatchError)) as caught:
+            gx.chain(*parts, tx).update(grads, gx.chain(*parts, tx).init(grads))
+        return type(caught.value).__name__
+
+    assert run_ranks(2, rank) == ["RankMismatchError", "OSError"]
+
+
+def test_dense_steps_that_differ_are_found_on_every_rank():
+    tx = gx.chain(gx.allreduce())
+    grads = {"w": torch.ones(3)}
+
+    def rank(i):
+        states = [tx.init(grads)]
+        for _ in range(3):
+            states.append(tx.update(grads, states[-1])[1])
+        with pytest.raises(gx.RankMismatchError):
+            tx.update(grads, states[i])  # 0 + 1 + 2 is 3 times 1
+
+    run_ranks(3, rank)
