@@ -8,6 +8,8 @@ do arithmetic with torch or jax. jax is imported only once a jax array has been 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from gradtx.backends import torch_ops
 
-__all__ = ["find", "is_array", "of"]
+__all__ = ["find", "full_precision", "is_array", "of"]
 
 
 def _is_jax_array(x: Any) -> bool:
@@ -49,3 +51,13 @@ def find(leaves: Any) -> ModuleType:
         if is_array(leaf):
             return of(leaf)
     return torch_ops
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No autocast inside: it would choose other dtypes for sums than the ones asked for."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -18,16 +17,6 @@ _DTYPES = {
         *("uint8", "int16", "int32"),
     )
 }
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """No autocast inside: it would choose other dtypes for sums than the ones asked for."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def dtype_name(x: torch.Tensor) -> str:

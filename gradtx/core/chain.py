@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradtx import backends
-from gradtx.backends import torch_ops
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
     ErrorFeedbackState,
@@ -140,7 +139,7 @@ class Chain(Transformation):
             if params is not None:
                 params = unflatten(layout.treespec, _detached(layout.arrange(params)))
             extra = {**extra, "context": context}
-            with torch_ops.full_precision():
+            with backends.full_precision():
                 out, states = run(self.core, tree, state.states, params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
         return _in_structure_of(updates, out_leaves, layout), ChainState(layout, states)
