@@ -146,10 +146,11 @@ def largest(arrays):
 
 
 @st.composite
-def runs(draw, parts, *, dtypes=gs.DTYPES, max_size=3):
+def runs(draw, parts, *, min_size=1, max_size=3):
     """Parameters, steps and a world size for a chain; the gradients at times in FP32 already."""
-    params = draw(gs.params(dtypes))
-    size = draw(gs.world_sizes(max_size)) if any(p.name == "allreduce" for p in parts) else 1
+    params = draw(gs.params())
+    exchanges = any(part.name == "allreduce" for part in parts)
+    size = draw(gs.world_sizes(max_size, min_size=min_size)) if exchanges else 1
     unscales = any(part.name == "unscale" for part in parts)
     scales = gs.loss_scales() if unscales else st.just(1.0)
     steps = draw(gs.sequences(params, size, scales=scales, min_steps=2))
@@ -178,6 +179,15 @@ def test_accepted_chain_keeps_the_laws_where_payloads_are_gathered(names):
 def test_accepted_chain_agrees_with_the_reference(names, data):
     parts = parts_of(names, data.draw(st.sampled_from(["auto", "gather"])))
     assert_agrees(parts, *data.draw(runs(parts)))
+
+
+@settings(max_examples=60)
+@given(data=st.data(), ratio=gs.ratios(), op=st.sampled_from(["mean", "sum"]))
+def test_leaves_compressed_together_agree_with_the_reference(data, ratio, op):
+    """What a rank sends for a leaf that it lacks is not zero here, and must not count."""
+    parts = [gx.topk(ratio, scope="global"), gx.sign(), gx.ef()]
+    parts.append(gx.allreduce(op=op, algorithm="gather"))
+    assert_agrees(parts, *data.draw(runs(parts, min_size=2)))
 
 
 @settings(max_examples=200)
@@ -242,3 +252,8 @@ def test_other_ways_to_write_a_chain_keep_the_laws(tx):
 def test_the_mission_chain_keeps_the_laws_on_the_default_parameters():
     tx = gx.chain(*parts_of(["unscale", "skip_bn", "topk", "ef", "allreduce"]))
     check_laws(tx, params=default_params(), ranks=(1, 2, 3, 4))
+
+
+def test_nothing_is_lost_where_a_leaf_of_several_compressed_together_is_absent():
+    tx = gx.chain(gx.topk(1.0, scope="global"), gx.sign(), gx.ef())
+    check_laws(tx, params={"a": torch.zeros(2), "b": torch.zeros(2)}, laws=["L2"])

@@ -215,7 +215,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         )
         sent = decode_leaves(flatten(payloads)[0])
         new = [
-            residual if skip else _left_out(leaf, part)
+            _kept(residual, leaf, part, extra.get("context")) if skip else _left_out(leaf, part)
             for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
         ]
         residual = arranged_like(unflatten(treespec, new), state.residual)
@@ -259,6 +259,13 @@ def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
     """For each leaf, whether this rank has no gradient for it."""
     absent = context.absent if context and context.absent else (False,) * len(leaves)
     return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
+
+
+def _kept(residual: Array, leaf: Array, sent: Array, context: Context | None) -> Array:
+    """The residual of a leaf that is not there: an exchange leaves out what it sends for it."""
+    if leaf is None or context is None or not context.alone:
+        return residual
+    return residual + _left_out(leaf, sent)
 
 
 def _left_out(corrected: Array, sent: Array) -> Array:

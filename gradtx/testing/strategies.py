@@ -189,9 +189,9 @@ def loss_scales() -> st.SearchStrategy[float]:
     return st.sampled_from((1.0, 2.0, 8.0, 256.0, 1024.0, 0.5, 3.0, 10.0, 1000.0))
 
 
-def world_sizes(max_size: int = 4) -> st.SearchStrategy[int]:
+def world_sizes(max_size: int = 4, *, min_size: int = 1) -> st.SearchStrategy[int]:
     """Numbers of ranks."""
-    return st.integers(1, max_size)
+    return st.integers(min_size, max_size)
 
 
 def values(kind: str, n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -238,9 +238,10 @@ def gradients(
     """
     given, treespec = flatten(like)
     ranks: list[list[Any]] = [[] for _ in range(size)]
+    lacks = st.sets(st.integers(0, size - 1), min_size=1)
     for leaf in given:
         kind, seed = draw(st.sampled_from(kinds)), draw(st.integers(0, 2**16))
-        lacking = draw(st.sets(st.integers(0, size - 1))) if absent and _rarely(draw) else ()
+        lacking = draw(lacks) if absent and _rarely(draw) else ()
         strided = draw(st.booleans())
         for rank, row in enumerate(ranks):
             if leaf is None or rank in lacking:
