@@ -12,6 +12,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+# torch imports this on its own once an optimizer is made, and its default arguments then keep the
+# process group they find: its threads outlive destroy_process_group and may abort the exit
+# (pytorch/pytorch#190489). Imported before there is a group, they keep none.
+import torch.distributed.nn
+
 
 class Group:
     """A group of ranks, as one of them sees it; alone, in this base class.
