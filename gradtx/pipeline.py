@@ -85,43 +85,35 @@ class Pipeline:
 
     def __init__(self, tx: Any, model: Any, *, scaler: Any = None) -> None:
         self._group = find_group(None)
-        context = Context(Layout((), None), "")
         try:
-            self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
+            self._prepare(tx, model, scaler)
         except Exception as error:
             if self._group.size > 1:
-                _tell(self._group, context, error)
-            raise
-        if self.tx.exchange is not None:
-            self._group = self.tx.exchange.group
-        self._module = model if isinstance(model, torch.nn.Module) else None
-        context = Context(Layout((), None), self.tx.code(local=False))
-        try:
-            _check_chain(self.tx, self._group)
-            _refuse_ddp(model)
-            self._scaler = None if scaler is None else ScalerAdapter(scaler)
-            self._check_scaler()
-            tree, info = parameters_of(model)
-            if self._module is not None:
-                tree = {path: p for path, p in tree.items() if p.requires_grad}
-            self._tree = tree
-            self._paths, leaves, self._treespec = flatten_with_paths(tree)
-            self._parameters: Tensors = {
-                path: leaf
-                for path, leaf in zip(self._paths, leaves, strict=True)
-                if leaf is not None
-            }
-            _refuse_shared(self._parameters)
-            self._state = self.tx.init(tree, info)
-            self._values = sum(p.numel() for p in self._parameters.values())
-            context = Context(self._everything(), context.code)
-        except Exception as error:
-            if self._group.size > 1:
-                _tell(self._group, context, error)
+                _tell(self._group, error)
             raise
         if self._group.size > 1:
-            agree(self._group, context, 0)
+            agree(self._group, self._replicas(), 0)
             _broadcast(self._group, list(self._replicated().values()))
+
+    def _prepare(self, tx: Any, model: Any, scaler: Any) -> None:
+        """All of the construction that one rank does alone, and may fail in."""
+        self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
+        if self.tx.exchange is not None:
+            self._group = self.tx.exchange.group
+        _check_chain(self.tx, self._group)
+        _refuse_ddp(model)
+        self._scaler = None if scaler is None else ScalerAdapter(scaler)
+        self._check_scaler()
+        self._module = model if isinstance(model, torch.nn.Module) else None
+        self._tree, info = parameters_of(model)
+        if self._module is not None:
+            self._tree = {path: p for path, p in self._tree.items() if p.requires_grad}
+        self._paths, leaves, self._treespec = flatten_with_paths(self._tree)
+        named = zip(self._paths, leaves, strict=True)
+        self._parameters: Tensors = {path: leaf for path, leaf in named if leaf is not None}
+        _refuse_shared(self._parameters)
+        self._state = self.tx.init(self._tree, info)
+        self._values = sum(p.numel() for p in self._parameters.values())
 
     def sync(
         self, *optimizers: torch.optim.Optimizer, loss_scale: float | None = None
@@ -150,7 +142,7 @@ class Pipeline:
                 "torch.distributed.init_process_group, so that parameters start equal"
             )
         sent = self._group.sent
-        context = Context(self._state.layout, self.tx.code(local=False))
+        context = Context(self._state.layout, self.tx.shared_code)
         with telling_others(self.tx, self._state, context):
             self._check_frozen()
             extra = self._loss_scale(optimizers, loss_scale)
@@ -177,7 +169,7 @@ class Pipeline:
         if self._module is None or self._group.size == 1:
             return
         # Buffers may have changed their sizes since the first step.
-        agree(self._group, Context(self._everything(), self.tx.code(local=False)), 0)
+        agree(self._group, self._replicas(), 0)
         averaged = _running_statistics(self._module)
         if averaged:
             flat_sum = self._group.all_reduce(
@@ -205,7 +197,7 @@ class Pipeline:
     def _identity(self) -> dict[str, Any]:
         return {
             "format": 1,
-            "chain": self.tx.code(local=False),
+            "chain": self.tx.shared_code,
             "rank": self._group.rank,
             "world_size": self._group.size,
         }
@@ -300,14 +292,16 @@ class Pipeline:
         parameters = dict(self._module.named_parameters())
         return parameters | {f"buffer {k}": b for k, b in self._module.named_buffers()}
 
-    def _everything(self) -> Layout:
-        return Layout(
+    def _replicas(self) -> Context:
+        """What ranks compare before they take rank 0's values: the chain, and all tensors."""
+        layout = Layout(
             tuple(
                 LeafSpec(path, tuple(t.shape), str(t.dtype).removeprefix("torch."))
                 for path, t in self._replicated().items()
             ),
             None,
         )
+        return Context(layout, self.tx.shared_code)
 
 
 def _check_chain(tx: Chain, group: Group) -> None:
@@ -351,10 +345,10 @@ def _named(tree: PyTree, like: Mapping[str, Any] | None = None) -> dict[str, Any
     }
 
 
-def _tell(group: Group, context: Context, error: Exception) -> None:
+def _tell(group: Group, error: Exception) -> None:
     """Tells the other ranks, which wait in the handshake, why this one does not come."""
     with suppress(RankMismatchError):
-        agree(group, context, 0, f"{type(error).__name__}: {error}")
+        agree(group, Context(Layout((), None), ""), 0, f"{type(error).__name__}: {error}")
 
 
 def _running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -77,13 +77,8 @@ def known(condition: Array) -> bool | None:
     return None
 
 
-def select(condition: Array, new: Array, old: Array) -> Array:
-    """`new` where the 0-d bool `condition` holds, else `old`."""
-    return jnp.where(condition, new, old)
-
-
 def where(condition: Array, a: Array, b: Array) -> Array:
-    """`a` where the condition holds, else `b`, element by element."""
+    """`a` where the condition holds, else `b`, element by element; no host sync."""
     return jnp.where(condition, a, b)
 
 

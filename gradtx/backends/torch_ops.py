@@ -84,13 +84,8 @@ def known(condition: torch.Tensor) -> bool | None:
     return bool(condition) if condition.device.type == "cpu" else None
 
 
-def select(condition: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new` where the 0-d bool `condition` holds, else `old`, with no host sync."""
-    return torch.where(condition, new, old)
-
-
 def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a` where the condition holds, else `b`, element by element."""
+    """`a` where the condition holds, else `b`, element by element; no host sync."""
     return torch.where(condition, a, b)
 
 

@@ -90,6 +90,7 @@ class Chain(Transformation):
         transformations: the flat chain, as it was written.
         core: the plain combinators it resolves to.
         exchange: the (first) exchange in it, or None.
+        shared_code: its code without what differs between ranks.
     """
 
     def __init__(self, transformations: Sequence[Transformation]) -> None:
@@ -110,7 +111,7 @@ class Chain(Transformation):
             stages=tuple(s for part in self.transformations for s in part.stages),
             code=code,
         )
-        self._shared_code = self.code(local=False)
+        self.shared_code = self.code(local=False)
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
@@ -125,7 +126,7 @@ class Chain(Transformation):
     ) -> tuple[PyTree, ChainState]:
         exchange = self.exchange
         layout = getattr(state, "layout", Layout((), None))
-        context = Context(layout, self._shared_code, alone=exchange is None)
+        context = Context(layout, self.shared_code, alone=exchange is None)
         if exchange is not None:
             context = replace(context, rank=exchange.rank, size=exchange.size)
         with telling_others(self, state, context):
@@ -283,7 +284,7 @@ def chain(*transformations: Any, check: bool = True) -> Chain:
     Nested chains flatten. Stages that act on their neighbours are resolved here, once: `unscale`
     gates everything to its right, `filter_params` and `skip_bn` mark leaves for the compressors to
     their right, `error_feedback()` takes hold of the run of compressors directly to its left. A
-    chain without `unscale` is gated from its first lossy or stateful stage on.
+    chain without `unscale` is gated from its first stage on that is not stateless and linear.
 
     Args:
         *transformations: gradtx transformations, or anything with ``init(params)`` and

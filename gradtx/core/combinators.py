@@ -215,7 +215,9 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         )
         sent = decode_leaves(flatten(payloads)[0])
         new = [
-            _kept(residual, leaf, part, extra.get("context")) if skip else _left_out(leaf, part)
+            kept_residual(residual, leaf, part, extra.get("context"))
+            if skip
+            else left_out(leaf, part)
             for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
         ]
         residual = arranged_like(unflatten(treespec, new), state.residual)
@@ -261,14 +263,15 @@ def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
     return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
 
 
-def _kept(residual: Array, leaf: Array, sent: Array, context: Context | None) -> Array:
+def kept_residual(residual: Array, leaf: Array, sent: Array, context: Context | None) -> Array:
     """The residual of a leaf that is not there: an exchange leaves out what it sends for it."""
     if leaf is None or context is None or not context.alone:
         return residual
-    return residual + _left_out(leaf, sent)
+    return residual + left_out(leaf, sent)
 
 
-def _left_out(corrected: Array, sent: Array) -> Array:
+def left_out(corrected: Array, sent: Array) -> Array:
+    """What compression has left out of a leaf, in the dtype of the leaf."""
     ops = backends.of(corrected)
     return corrected - ops.cast(sent, ops.dtype_name(corrected))
 
@@ -521,6 +524,6 @@ def _commit(agreed: Array, new: tuple[PyTree, Any], old: tuple[PyTree, Any]) -> 
         return new
     zeros = map_arrays(lambda leaf: backends.of(leaf).zeros_like(leaf), old[0])
     if known is None:
-        chosen = map_arrays(lambda a, b: ops.select(agreed, a, b), new, (zeros, old[1]))
+        chosen = map_arrays(lambda a, b: ops.where(agreed, a, b), new, (zeros, old[1]))
         return chosen[0], chosen[1]
     return zeros, old[1]

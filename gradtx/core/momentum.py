@@ -12,6 +12,8 @@ from gradtx.core.combinators import (
     Feedback,
     absent_here,
     compressors_in,
+    kept_residual,
+    left_out,
     run,
     settled,
     settled_residual,
@@ -146,9 +148,11 @@ def momentum_correction(
             parts, unflatten(treespec, to_send), state.inner_states, params, extra
         )
         sent = decode_leaves(flatten(payloads)[0])
-        for i in present:
-            ops = backends.of(to_send[i])
-            residuals[i] = to_send[i] - ops.cast(sent[i], ops.dtype_name(to_send[i]))
+        for i, skip in enumerate(absent):
+            if skip:
+                residuals[i] = kept_residual(residuals[i], to_send[i], sent[i], context)
+                continue
+            residuals[i] = left_out(to_send[i], sent[i])
             velocities[i] = _unsent(velocities[i], sent[i]) if masking else velocities[i]
         velocity = arranged_like(unflatten(treespec, velocities), state.velocity)
         residual = arranged_like(unflatten(treespec, residuals), state.residual)

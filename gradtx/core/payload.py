@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -57,10 +58,7 @@ class Payload:
     @property
     def size(self) -> int:
         """How many values the dense leaf has."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
     def decode(self) -> Any:
         """The dense leaf as one flat axis of `size` values."""
@@ -153,9 +151,7 @@ class Parts:
         """The dense leaves by position."""
         out, start, ops = {}, 0, backends.of(flat)
         for position, shape in self.leaves:
-            size = 1
-            for length in shape:
-                size *= length
+            size = math.prod(shape)
             out[position] = ops.reshape(flat[start : start + size], shape)
             start += size
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Callable
 
@@ -133,9 +134,7 @@ def min_size(n: int) -> Predicate:
         raise ValueError(f"min_size(n) takes a whole number of 1 or more, got {n!r}")
 
     def test(path: str, leaf: Array, info: LeafInfo | None) -> bool:
-        size = 1
-        for length in leaf.shape:
-            size *= length
+        size: int = math.prod(leaf.shape)
         return size >= n
 
     return Predicate(test, f"gx.min_size({n})")

@@ -7,6 +7,7 @@ the leaf joined by dots. ``None`` is a leaf that is not there.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,10 +185,7 @@ class LeafSpec:
     @property
     def size(self) -> int:
         """How many values the leaf has."""
-        size = 1
-        for length in self.shape or ():
-            size *= length
-        return size if self.shape is not None else 0
+        return 0 if self.shape is None else math.prod(self.shape)
 
     def __str__(self) -> str:
         return "None" if self.shape is None else f"{list(self.shape)} {self.dtype}"
