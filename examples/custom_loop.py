@@ -1,5 +1,7 @@
 """A training loop of your own with gradtx, on one process or on several.
 
+Its data is scikit-learn's digits: pip install 'gradtx[demo]'.
+
 python examples/custom_loop.py
 torchrun --nproc-per-node 2 examples/custom_loop.py
 torchrun --nproc-per-node 2 examples/custom_loop.py --functional

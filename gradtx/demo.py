@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 from torch.nn import functional as F
 
 import gradtx as gx
+from gradtx.files import file_to_write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -407,7 +408,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=whole_number(2, BATCH // 4), default=2, help="processes (2)")
     add("--ratio", type=float, default=0.01, help="share of values that topk sends (0.01)")
     add("--quick", action="store_true", help="a short run, for CI")
-    add("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    add("--json", type=file_to_write, metavar="FILE", help="write all results to FILE")
 
 
 def whole_number(least: int, most: int = 10**6) -> Callable[[str], int]:

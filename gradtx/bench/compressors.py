@@ -27,6 +27,7 @@ from gradtx.core.payload import decode_leaves
 from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import flatten, layout_of
 from gradtx.exchange.outgoing import Outgoing
+from gradtx.files import file_to_write
 from gradtx.wire import Header, decode_message
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -303,7 +304,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="early or late, from the demo (late), or a file: .npy, .npz, .pt, .safetensors",
     )
     add("--only", action="append", default=[], metavar="NAME", help='such as topk or "topk(0.01)"')
-    add("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    add("--json", type=file_to_write, metavar="FILE", help="write all results to FILE")
     add("--plot", type=Path, metavar="FILE", help="draw error against bits, as .png, .svg or .pdf")
 
 

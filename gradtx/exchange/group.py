@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -219,6 +220,7 @@ def find_group(group: Any = None) -> Group:
     Raises:
         TypeError: if it is none of these.
         ValueError: if this rank is not a member of the process group.
+        RuntimeError: if a launcher has started several processes and none is initialised.
     """
     if isinstance(group, Group):
         return group
@@ -227,6 +229,7 @@ def find_group(group: Any = None) -> Group:
         if current is not None:
             return current
         if not (dist.is_available() and dist.is_initialized()):
+            _check_alone()
             return _alone
         group = dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -236,3 +239,13 @@ def find_group(group: Any = None) -> Group:
     if group not in _known:
         _known[group] = ProcessGroup(group)
     return _known[group]
+
+
+def _check_alone() -> None:
+    """Refuses to train alone what a launcher has started several times."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started.isdecimal() and int(started) > 1:
+        raise RuntimeError(
+            f"{started} processes were started (WORLD_SIZE) and there is no process group: each "
+            "would train a model of its own; call torch.distributed.init_process_group() first"
+        )

@@ -16,7 +16,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError(
+        "gradtx.testing.strategies needs hypothesis: pip install hypothesis"
+    ) from error
 
 from gradtx.compressors.sign import sign
 from gradtx.compressors.topk import topk

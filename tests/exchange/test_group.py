@@ -273,3 +273,11 @@ def test_a_thread_that_does_not_come_is_a_time_out():
 
     with pytest.raises(TimeoutError, match="rank 0 waited for a rank that did not come"):
         run_ranks(2, rank, timeout=0.05)
+
+
+def test_processes_of_a_launcher_without_a_process_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="2 processes were started"):
+        find_group()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_group().size == 1
