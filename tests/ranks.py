@@ -186,6 +186,7 @@ def _collect(workers: list[_Worker], deadline: float) -> list[Any]:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             words = [f"rank {r}:\n{workers[r].last_words()}" for r in waiting.values()]
+            words += [f"rank {r} raised:\n{a[1]}" for r, a in sorted(answers.items()) if not a[0]]
             _end_all()
             raise TimeoutError("no answer in time from " + "\n".join(words))
         for connection in ready:
