@@ -152,9 +152,9 @@ class Wire:
         """Reads the message, and makes all leaves dense."""
         leaves = list(sent.leaves)
         if sent.message is not None:
-            sizes = sent.outgoing.sizes
-            _, segments = decode_message(sent.message, sizes.leaves, sizes.segments or (), 0)
-            payloads = sent.outgoing.packing.decode(segments)
+            packing, named = sent.outgoing.packing, sent.outgoing.sizes.leaves
+            _, segments = decode_message(sent.message, named, packing.sizes, 0)
+            payloads = packing.decode(segments)
             for places, payload in zip(sent.outgoing.places, payloads, strict=True):
                 leaves[places[0]] = payload
         return decode_leaves(leaves)

@@ -53,6 +53,13 @@ class Cast(Payload):
     exponents: Array
     format: str
 
+    def at(self, places: Array) -> Payload | None:
+        """Some of the values, if all have one scale."""
+        if FORMATS[self.format].block is not None:
+            return None
+        codes = backends.of(places).take(self.codes, places)
+        return Cast(codes, self.exponents, self.format, tuple(codes.shape), self.dtype)
+
     def decode(self) -> Array:
         """The values, scaled back."""
         ops = backends.of(self.codes)

@@ -26,6 +26,13 @@ class Powers(Payload):
     exponents: Array
     signs: Array
 
+    def at(self, places: Array) -> Payload | None:
+        """Some of the values."""
+        ops = backends.of(places)
+        exponents = ops.take(self.exponents, places)
+        signs = ops.pack_bits(ops.take(ops.unpack_bits(self.signs, self.size), places))
+        return Powers(exponents, signs, tuple(exponents.shape), self.dtype)
+
     def decode(self) -> Array:
         """The powers, with the signs."""
         ops = backends.of(self.exponents)

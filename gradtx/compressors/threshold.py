@@ -10,7 +10,7 @@ from gradtx.compressors.arguments import check_bool, check_ratio, count
 from gradtx.compressors.compressor import compressor
 from gradtx.compressors.schedule import Schedule, scheduled
 from gradtx.compressors.topk import Sparse
-from gradtx.core.payload import Payload, register_payload
+from gradtx.core.payload import Payload, dense, register_payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array
@@ -19,6 +19,18 @@ from gradtx.core.tree import Array
 @register_payload
 class Padded(Sparse):
     """A `Sparse` of which some values are padding: zeros, at places where nothing is sent."""
+
+    def used(self) -> Array | None:
+        """Those that are not zero, if they can be taken apart."""
+        apart = not isinstance(self.values, Payload) or self.values.at(self.indices[:0]) is not None
+        return dense(self.values) != 0 if apart else None
+
+    def at(self, places: Array) -> Payload | None:
+        """Some of the values, where they are."""
+        ops = backends.of(places)
+        values: Any = self.values
+        values = values.at(places) if isinstance(values, Payload) else ops.take(values, places)
+        return Padded(values, ops.take(self.indices, places), self.shape, self.dtype)
 
     def with_values(self, values: Any) -> Payload:
         """Other values at the same places, if a zero among them stays zero.
@@ -41,9 +53,12 @@ def threshold(
     that is an absolute bound (:math:`\|C(g) - g\|^2 \le n \tau^2`) and no contraction, but with
     error feedback the residual is bounded by it as well.
 
-    Sizes do not depend on the values, so that ranks need not tell each other: a message always has
-    room for the whole capacity, and costs that much. Room that is not needed holds zeros. Choose
-    the capacity a little over the share that is expected to be over the bound.
+    How many are over the bound varies by rank and step. Over torch.distributed the ranks first tell
+    each other how many they have, and only those travel, in messages of the size that the rank with
+    most of them needs; so do values that `cast` has made 16-bit, or `natural` 8-bit. Values that
+    other compressors have packed travel with their padding, and so does all under JAX, where
+    shapes are static. Whether gathering costs less than a dense all-reduce is decided for the whole
+    capacity: choose it a little over the share that is expected to be over the bound.
 
     Args:
         tau: the bound, a float of at least 0 in the unit of the gradients, or a `Schedule`.

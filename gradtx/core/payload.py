@@ -17,7 +17,7 @@ class Payload:
     position, followed by those in `static`, `shape` (of the leaf, dense) and `dtype` (of the
     decoded values: ``"float32"``, or ``"float64"`` for FP64 leaves), and registers itself with
     `register_payload`. All shapes follow from `shape` and the compressor's hyperparameters, never
-    from the values.
+    from the values; a payload with room to spare says in `used` what an exchange may leave out.
 
     A gathered payload, the ordinary kind, is sent to all ranks, and their decoded values are
     added. A payload with ``summed = True`` is never sent as it is: the ranks sum its `summand`,
@@ -93,6 +93,14 @@ class Payload:
 
     def combined(self, total: Any) -> Any:
         """The result, where it is not the sum of the decoded values (`total`) of all ranks."""
+        return None
+
+    def used(self) -> Any:
+        """Which of its values need to be sent, as bools; None if all do, whatever they are."""
+        return None
+
+    def at(self, places: Any) -> Payload | None:
+        """A payload of its values at some places alone; None if they cannot be taken apart."""
         return None
 
     def with_values(self, values: Any) -> Payload:

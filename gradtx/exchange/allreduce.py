@@ -20,6 +20,7 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange, further_rounds
 from gradtx.exchange.outgoing import Outgoing, Sizes
+from gradtx.exchange.uneven import gather
 from gradtx.wire import Header
 
 
@@ -197,7 +198,8 @@ class Allreduce(Exchange):
             if sizes.segments is None:
                 group.all_reduce(sizes.error_buffer(header, group.size))
             else:
-                group.all_gather(sizes.error_message(header))
+                nothing = [0] * len(sizes.rooms)
+                gather(group, sizes.error_message(header), nothing, sizes.rooms)
             share_error(group, text)
 
     def _agreed(

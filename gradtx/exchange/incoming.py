@@ -12,7 +12,8 @@ from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
 from gradtx.exchange.outgoing import Outgoing
-from gradtx.wire import Header, decode_message
+from gradtx.exchange.uneven import gather
+from gradtx.wire import Header, decode_message, message_nbytes
 
 
 def exchange(
@@ -95,12 +96,17 @@ def further_rounds(
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor
 ) -> tuple[dict[int, torch.Tensor], Flags]:
-    sizes = outgoing.sizes
-    received = [
-        decode_message(data, sizes.leaves, sizes.segments or (), header.fingerprint)
-        for data in group.all_gather(message)
-    ]
-    headers = [other for other, _ in received]
+    leaves = outgoing.sizes.leaves
+
+    def nbytes(counts: Sequence[int]) -> int:
+        return message_nbytes(leaves, outgoing.packing_of(counts).sizes)
+
+    received = []
+    for data, counts in gather(group, message, outgoing.counts, outgoing.rooms, nbytes):
+        packing = outgoing.packing_of(counts)
+        other, segments = decode_message(data, leaves, packing.sizes, header.fingerprint)
+        received.append((other, packing, segments))
+    headers = [other for other, _, _ in received]
     flags = Flags.of(headers)
     _stop_if_failed(group, flags)
     steps = {rank: other.step for rank, other in enumerate(headers) if other.step != header.step}
@@ -110,8 +116,8 @@ def _gather(
             + ", ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
         )
     totals: dict[int, torch.Tensor] = {}
-    for other, segments in received:
-        payloads = outgoing.packing.decode(segments)
+    for other, packing, segments in received:
+        payloads = packing.decode(segments)
         for places, payload in zip(outgoing.places, payloads, strict=True):
             _add(totals, payload, outgoing, other, places[0])
     return totals, flags

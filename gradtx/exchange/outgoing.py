@@ -14,6 +14,7 @@ from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
 from gradtx.exchange.flags import Flags, Slots
 from gradtx.exchange.message import Packing, payload_nbytes
+from gradtx.exchange.uneven import tell_nbytes
 from gradtx.wire import Header, encode_message, error_message, message_nbytes
 
 _ITEMSIZE = {"float32": 4, "float64": 8}
@@ -25,13 +26,16 @@ class Sizes:
 
     Attributes:
         leaves: how many leaves the header speaks of.
-        segments: the size of each segment of the gathered message, in bytes; None if nothing is
-            gathered.
+        segments: the size of each segment of the gathered message, in bytes, with as little in it
+            as can be; None if nothing is gathered.
+        rooms: for each gathered payload of which a rank sends as much as it needs, how many values
+            there is room for.
         buffers: dtype and length of each dense buffer, without flags.
     """
 
     leaves: int
     segments: tuple[int, ...] | None
+    rooms: tuple[int, ...]
     buffers: tuple[tuple[str, int], ...]
 
     def slots(self, size: int) -> Slots | None:
@@ -39,7 +43,7 @@ class Sizes:
         return Slots(self.leaves, size, self.buffers[0][0]) if self.segments is None else None
 
     def error_message(self, header: Header) -> torch.Tensor:
-        """A message of the agreed size whose header says that this rank has failed."""
+        """A message of the least size whose header says that this rank has failed."""
         return error_message(header, message_nbytes(self.leaves, self.segments or ()))
 
     def error_buffer(self, header: Header, size: int) -> torch.Tensor:
@@ -70,7 +74,9 @@ class Outgoing:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
         payloads: those that travel compressed, in path order.
         places: for each of them, the positions of its leaves.
-        packing: how they are laid into segments.
+        rooms: for those of them of which a rank sends as much as it needs, the most it can be.
+        counts: how much of it this rank sends.
+        packing: how this rank lays them into segments.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
     """
@@ -90,7 +96,11 @@ class Outgoing:
         chosen = _worth_it(payloads, dense_nbytes, len(leaves), size, algorithm)
         self.payloads = [payloads[i] for i in chosen]
         self.places = [_places(i, payloads[i]) for i in chosen]
-        self.packing = Packing(self.payloads)
+        self._used = [payload.used() for payload in self.payloads]
+        places = [None if used is None else used.nonzero().flatten() for used in self._used]
+        self.rooms = tuple(used.numel() for used in self._used if used is not None)
+        self.counts = tuple(where.numel() for where in places if where is not None)
+        self.packing = Packing(list(map(_at, self.payloads, places)))
         elsewhere = {i for places in self.places for i in places} | set(self.summed)
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
@@ -130,6 +140,17 @@ class Outgoing:
         """Whether the rank that sent a header has no gradient for a leaf."""
         return header.absent[self._layout.path_ranks[position]]
 
+    def packing_of(self, counts: Sequence[int]) -> Packing:
+        """How a rank lays the payloads into segments that sends so much of those that vary."""
+        if not counts:
+            return self.packing
+        rest = iter(counts)
+        places = [
+            None if used is None else torch.arange(next(rest), device=used.device)
+            for used in self._used
+        ]
+        return Packing(list(map(_at, self.payloads, places)))
+
     @property
     def ways(self) -> tuple[Any, ...]:
         """Which leaves are gathered and which payloads are summed, by position."""
@@ -154,7 +175,8 @@ class Outgoing:
         """The sizes of all that is sent, the same on all ranks."""
         return Sizes(
             len(self.absent),
-            tuple(self.packing.sizes) if self.payloads else None,
+            tuple(self.packing_of([0] * len(self.rooms)).sizes) if self.payloads else None,
+            self.rooms,
             tuple(
                 (dtype, sum(map(self.length, places)))
                 for dtype, places in self.dense_places.items()
@@ -199,8 +221,14 @@ def _worth_it(
     ranks = max(size, 2)
     cheaper = [i for i, p in payloads.items() if ranks * payload_nbytes(p) < 2 * dense_nbytes[i]]
     message = message_nbytes(leaves, Packing([payloads[i] for i in cheaper]).sizes)
+    message += tell_nbytes(sum(payloads[i].used() is not None for i in cheaper))
     saved = sum(2 * dense_nbytes[i] for i in cheaper)
     return cheaper if ranks * message < saved else []
+
+
+def _at(payload: Payload, places: torch.Tensor | None) -> Payload:
+    """The payload with its values at some places alone; all of it if there are none given."""
+    return payload if places is None else payload.at(places) or payload
 
 
 def _places(position: int, payload: Payload) -> list[int]:

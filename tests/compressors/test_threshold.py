@@ -1,5 +1,7 @@
 """`threshold`: all magnitudes over a bound, up to a capacity."""
 
+import functools
+import operator
 import re
 
 import numpy as np
@@ -11,9 +13,14 @@ from hypothesis.extra import numpy as hnp
 
 import gradtx as gx
 from gradtx.compressors.threshold import Padded
-from gradtx.exchange.group import find_group
+from gradtx.core.transformation import Context
+from gradtx.core.tree import layout_of
+from gradtx.exchange.group import Group, find_group
+from gradtx.exchange.incoming import exchange
+from gradtx.exchange.outgoing import Outgoing
 from gradtx.testing import check_laws, run_ranks
-from gradtx.wire import indices_nbytes, message_nbytes
+from gradtx.wire import Header, WireFormatError, indices_nbytes, message_nbytes
+from ranks import gloo_ranks
 
 INF, NAN = float("inf"), float("nan")
 
@@ -164,20 +171,133 @@ def test_laws(tx, seed):
     check_laws(tx, seed=seed, steps=3, ranks=(1, 3))
 
 
-def test_ranks_with_other_numbers_over_the_bound_send_as_many_bytes():
-    tx = gx.chain(gx.threshold(1.0, capacity=0.01), gx.ef(), gx.allreduce())
+def spikes(n, over):
+    """`over` of `n` values are over 1."""
+    leaf = torch.full((n,), 0.25)
+    leaf[torch.randperm(n, generator=torch.Generator().manual_seed(over))[:over]] = -2.0
+    return leaf
+
+
+# What a message holds, by how many values travel, of a leaf of 5,000.
+ROUNDED = {
+    "threshold": (lambda: (), lambda k: [4 * k]),
+    "cast": (lambda: (gx.cast("float16"),), lambda k: [2 * k, 2]),
+    "natural": (lambda: (gx.natural(),), lambda k: [k + -(-k // 8)]),
+}
+
+
+@pytest.mark.parametrize("rounded", ROUNDED)
+@pytest.mark.parametrize("over", [(0, 0), (3, 0, 1), (7, 200), (5000, 1)])
+def test_what_is_over_the_bound_is_all_that_travels(rounded, over):
+    parts, sizes = ROUNDED[rounded]
+    tx = gx.chain(gx.threshold(1.0, capacity=0.05), *parts(), gx.ef(), gx.allreduce())
 
     def rank(i):
-        group, grads = find_group(), [torch.zeros(5000) if i else normal(5000)]
+        group, grads = find_group(), [spikes(5000, over[i])]
         state = tx.init(grads)
-        _, state = tx.update(grads, state)
+        _, state = tx.update([torch.zeros(5000)], state)  # The handshake is in the first step.
         before = group.sent
-        updates, _ = tx.update(grads, state)
-        return group.sent - before, updates[0]
+        updates, state = tx.update(grads, state)
+        return group.sent - before, updates[0], grads[0] - state.gate.inner_states[0].residual[0]
 
-    (one, first), (other, second) = run_ranks(2, rank)
+    found = run_ranks(len(over), rank)
+    sent = [sent for _, _, sent in found]
+    assert [int((x != 0).sum()) for x in sent] == [min(n, 250) for n in over]
+    largest = min(max(over), 250)
+    message = message_nbytes(1, [*sizes(largest), indices_nbytes(largest, 5000)])
+    for nbytes, result, _ in found:
+        assert nbytes == (len(over) - 1) * (message + 16)
+        assert torch.equal(result, functools.reduce(operator.add, sent) / len(over))
+
+
+def test_values_that_are_packed_travel_with_their_padding():
+    tx = gx.chain(
+        gx.threshold(1.0, capacity=0.01), gx.quantize(4, block=64), gx.ef(), gx.allreduce()
+    )
+
+    def rank(i):
+        group, state = find_group(), tx.init([spikes(5000, i)])
+        _, state = tx.update([spikes(5000, i)], state)
+        before = group.sent
+        tx.update([spikes(5000, 3 * i)], state)
+        return group.sent - before
+
+    assert run_ranks(2, rank) == 2 * [message_nbytes(1, [25, 4, indices_nbytes(50, 5000)])]
+
+
+def _over_gloo(rank):
+    tx = gx.chain(gx.threshold(1.0), gx.cast("float16"), gx.ef(), gx.allreduce())
+    leaves = [{"a": spikes(500, 5 * rank), "b": spikes(3000, step)} for step in range(3)]
+    state, out = tx.init(leaves[0]), []
+    for grads in leaves:
+        updates, state = tx.update(grads, state)
+        out.append(updates)
+    return out
+
+
+def test_over_gloo():
+    first, *others = gloo_ranks(3, _over_gloo)
+    assert torch.allclose(first[0]["a"], sum(spikes(500, 5 * r).clamp(max=0) for r in range(3)) / 3)
+    assert torch.equal(first[0]["b"], torch.zeros(3000))
+    for step, updates in enumerate(first):
+        assert all(torch.equal(updates[k], other[step][k]) for other in others for k in updates)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_rank_that_fails_tells_the_others_whatever_they_have_to_send(failing):
+    tx = gx.chain(gx.threshold(1.0), gx.ef(), gx.allreduce())
+
+    def rank(i):
+        state, errors = tx.init([spikes(5000, 0)]), []
+        for step in range(4):
+            grads = [torch.zeros(7)] if i == 1 and step == failing else [spikes(5000, 40 * step)]
+            try:
+                updates, state = tx.update(grads, state)
+            except (ValueError, gx.RankMismatchError) as error:
+                errors.append((step, type(error)))
+        return errors, updates[0]
+
+    (others, first), (own, second) = run_ranks(2, rank)
+    assert others == [(failing, gx.RankMismatchError)]
+    assert own == [(failing, ValueError)]
     assert torch.equal(first, second)
-    assert one == other == message_nbytes(1, [50 * 4, indices_nbytes(50, 5000)])
+
+
+class Liar(Group):
+    """One of two ranks; the other tells what it likes of its message."""
+
+    size = 2
+
+    def __init__(self, told):
+        super().__init__()
+        self.told, self.rounds = told, 0
+
+    def _all_gather(self, message):
+        self.rounds += 1
+        lie = torch.tensor(self.told, dtype=torch.int64).view(torch.uint8)
+        return [message, lie if self.rounds == 1 else message.clone()]
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ([2**62, 10], r"rank 1 has \d+ bytes to send, expected 88"),
+        ([88, 11], r"rank 1 has 88 bytes to send, expected \d+"),
+        ([88, 251], r"rank 1 has \[251\] values to send, of at most \(250,\)"),
+        ([88, -1], r"rank 1 has \[-1\] values to send"),
+    ],
+)
+def test_rank_that_tells_what_cannot_be_is_refused(told, text):
+    indices = torch.arange(250)
+    payload = Padded(spikes(5000, 10)[:250], indices, (5000,), "float32")
+    payload.values[:10], payload.values[10:] = 2.0, 0.0
+    context = Context(layout_of([torch.zeros(5000)]), "")
+    outgoing = Outgoing([payload], context, 2, "auto")
+    header = Header(0, 0, True, False, (False,))
+    message = outgoing.message(header)
+    assert message.numel() == 88
+    with pytest.raises(WireFormatError, match=text):
+        exchange(Liar(told), outgoing, header, message, [])
 
 
 @pytest.mark.parametrize(
