@@ -14,7 +14,6 @@ from gradtx.compressors.natural import Powers, natural
 from gradtx.compressors.powersgd import LowRank, powersgd
 from gradtx.compressors.quantize import quantize
 from gradtx.compressors.random_k import random_k
-from gradtx.compressors.schedule import Schedule, warmup_density
 from gradtx.compressors.sign import Signs, sign, sign_quantize
 from gradtx.compressors.ternary import ternary
 from gradtx.compressors.threshold import threshold
@@ -33,6 +32,7 @@ from gradtx.core.predicates import (
     min_size,
     path_glob,
 )
+from gradtx.core.schedule import Schedule, warmup_density
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo

@@ -7,6 +7,7 @@ do arithmetic with torch or jax. jax is imported only once a jax array has been 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import torch
 
 from gradtx.backends import torch_ops
 
-__all__ = ["find", "full_precision", "is_array", "of"]
+__all__ = ["find", "full_precision", "is_array", "of", "size"]
 
 
 def _is_jax_array(x: Any) -> bool:
@@ -43,6 +44,11 @@ def of(x: Any) -> ModuleType:
 
         return jax_ops
     raise TypeError(f"expected a torch tensor or a JAX array, got {type(x).__name__}")
+
+
+def size(x: Any) -> int:
+    """How many values an array has."""
+    return math.prod(x.shape)
 
 
 def find(leaves: Any) -> ModuleType:

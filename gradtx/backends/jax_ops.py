@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from gradtx.backends import registry
 registry.register_with_jax(jax)
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 def dtype_name(x: Array) -> str:
@@ -248,6 +250,17 @@ def total_norm(leaves: Sequence[Array]) -> Array:
 def concrete(count: Array) -> int | None:
     """The value of a 0-d whole number; None if it is not known yet, as under `jax.jit`."""
     return None if isinstance(count, jax.core.Tracer) else int(count)
+
+
+def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
+    """What the branch at a 0-d `index` gives; all of them give arrays of the same shapes."""
+    found: T = jax.lax.switch(index, branches)
+    return found
+
+
+def nearest(value: Array, values: Sequence[float]) -> Array:
+    """The position of a 0-d value among `values`, of the nearest one if need be; 0-d int32."""
+    return jnp.argmin(jnp.abs(jnp.asarray(values) - value)).astype(jnp.int32)
 
 
 def random_key(*words: int | Array) -> Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +11,7 @@ from gradtx.backends.selection import largest_magnitudes
 from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
 
+T = TypeVar("T")
 _DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -250,6 +252,16 @@ def total_norm(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
 def concrete(count: torch.Tensor) -> int | None:
     """The value of a 0-d whole number; None if it is not known yet."""
     return int(count)
+
+
+def switch(index: torch.Tensor, branches: Sequence[Callable[[], T]]) -> T:
+    """What the branch at a 0-d `index` gives."""
+    return branches[int(index)]()
+
+
+def nearest(value: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    """The position of a 0-d value among `values`, of the nearest one if need be; 0-d int32."""
+    return (torch.tensor(values) - value).abs().argmin().to(torch.int32)
 
 
 def random_key(*words: int | torch.Tensor) -> torch.Tensor:

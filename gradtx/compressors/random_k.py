@@ -5,9 +5,9 @@ from __future__ import annotations
 from gradtx import backends
 from gradtx.compressors.arguments import check_bool, check_ratio, check_whole, count
 from gradtx.compressors.compressor import random_compressor
-from gradtx.compressors.schedule import Schedule, scheduled
 from gradtx.compressors.topk import Sparse
 from gradtx.core.payload import Payload, register_payload
+from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array

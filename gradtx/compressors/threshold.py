@@ -8,9 +8,9 @@ from typing import Any
 from gradtx import backends
 from gradtx.compressors.arguments import check_bool, check_ratio, count
 from gradtx.compressors.compressor import compressor
-from gradtx.compressors.schedule import Schedule, scheduled
 from gradtx.compressors.topk import Sparse
 from gradtx.core.payload import Payload, dense, register_payload
+from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array

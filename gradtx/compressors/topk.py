@@ -8,8 +8,8 @@ from gradtx import backends
 from gradtx.compressors.arguments import check_bool, check_ratio, count
 from gradtx.compressors.cast import encode_cast
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
-from gradtx.compressors.schedule import Schedule, scheduled
 from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
+from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array, PyTree, flatten_with_paths, unflatten, widen

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from gradtx import backends
@@ -24,6 +25,7 @@ from gradtx.core.errors import ChainOrderError, Violation
 from gradtx.core.payload import Joined, Member
 from gradtx.core.predicates import all_of
 from gradtx.core.rules import check as check_order
+from gradtx.core.schedule import Schedule, unknown_steps
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, Exchange, Progress, Transformation, flat
 from gradtx.core.tree import (
@@ -124,9 +126,52 @@ class Chain(Transformation):
     def _step(
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ChainState]:
+        unknown = dict(unknown_steps(self.core, state.states)) if self._may_vary(state) else {}
+        return self._branched(list(unknown.items()), {}, updates, state, params, extra)
+
+    def _may_vary(self, state: Any) -> bool:
+        varying = any(isinstance(a.value, Schedule) for s in self.stages for a in s.arguments)
+        return varying and isinstance(state, ChainState) and len(state.states) == len(self.core)
+
+    def _branched(
+        self,
+        unknown: list[tuple[Schedule, Array]],
+        scheduled: Mapping[Schedule, float],
+        updates: PyTree,
+        state: ChainState,
+        params: PyTree,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, ChainState]:
+        """A step, with one branch for each value of the schedules whose step is not known."""
+        if not unknown:
+            return self._taken(scheduled, updates, state, params, extra)
+        if self.exchange is None:
+            raise TypeError(
+                f"{self.code()}: sizes follow from the step, which is not known under jax.jit; "
+                "put an exchange into the chain, or call update outside of jit"
+            )
+        (schedule, count), *rest = unknown
+
+        def branch(value: float) -> tuple[PyTree, ChainState]:
+            values = {**scheduled, schedule: value}
+            return self._branched(rest, values, updates, state, params, extra)
+
+        found: tuple[PyTree, ChainState] = backends.of(count).switch(
+            schedule.index(count), [partial(branch, value) for value in schedule.values]
+        )
+        return found
+
+    def _taken(
+        self,
+        scheduled: Mapping[Schedule, float],
+        updates: PyTree,
+        state: ChainState,
+        params: PyTree,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, ChainState]:
         exchange = self.exchange
         layout = getattr(state, "layout", Layout((), None))
-        context = Context(layout, self.shared_code, alone=exchange is None)
+        context = Context(layout, self.shared_code, alone=exchange is None, scheduled=scheduled)
         if exchange is not None:
             context = replace(context, rank=exchange.rank, size=exchange.size)
         with telling_others(self, state, context):

@@ -60,6 +60,7 @@ class Context:
         rank: this rank's number in the exchange.
         size: how many ranks the exchange has.
         alone: there is no exchange to come.
+        scheduled: the values of hyperparameters whose step is not known yet.
         progress: how far the step has come.
     """
 
@@ -69,6 +70,7 @@ class Context:
     rank: int = 0
     size: int = 1
     alone: bool = False
+    scheduled: Mapping[Any, float] = field(default_factory=dict, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,14 +11,14 @@ import torch
 
 from gradtx import backends
 from gradtx.core.combinators import judge
-from gradtx.core.payload import Payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
 from gradtx.core.tree import Array, Info, PyTree, arrays_in, flatten, unflatten
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
-from gradtx.exchange.incoming import exchange, further_rounds
+from gradtx.exchange.incoming import exchange
 from gradtx.exchange.outgoing import Outgoing, Sizes
+from gradtx.exchange.plan import further_rounds, results_of
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header
 
@@ -135,10 +134,10 @@ class Allreduce(Exchange):
         totals, flags = exchange(group, outgoing, header, message, buffers)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
-        summed = further_rounds(group, outgoing, totals)
+        summed = further_rounds(group.all_reduce, group.size, outgoing, totals)
         late = {i for i, payload in outgoing.summed.items() if payload.late}
         context.progress.settled = {i: p for i, p in summed.items() if i in late}
-        results = self._results(group, outgoing, totals, summed)
+        results = results_of(outgoing, totals, summed, group.size, self._op)
         out = [
             None if leaf is None else results[i].reshape(spec.shape or ())
             for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
@@ -149,23 +148,6 @@ class Allreduce(Exchange):
         if finite is not None and good:
             good = judge(tree, context)
         return tree, AllreduceState(state.count + 1, good)
-
-    def _results(
-        self,
-        group: Group,
-        outgoing: Outgoing,
-        totals: Mapping[int, torch.Tensor],
-        summed: Mapping[int, Payload],
-    ) -> dict[int, torch.Tensor]:
-        divisor = group.size if self._op == "mean" else 1
-        results = {i: total / divisor for i, total in totals.items()}
-        for i, payload in summed.items():
-            results[i] = payload.decode().to(outgoing.dtype(i)) * (group.size // divisor)
-        for i, payload in outgoing.found.items():
-            combined = payload.combined(totals[i]) if i in totals else None
-            if combined is not None:
-                results[i] = combined
-        return results
 
     def _agree(self, group: Group, context: Context, step: int, outgoing: Outgoing) -> None:
         key = _key(context)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from gradtx import backends
 from gradtx.core.payload import Payload
-from gradtx.core.tree import structure, unflatten
+from gradtx.core.tree import Array, structure, unflatten
 from gradtx.wire import WireFormatError, decode_indices, encode_indices, indices_nbytes
 
 
@@ -27,15 +28,16 @@ class Field:
         universe: for an index field, the number of positions; None for plain bytes.
     """
 
-    array: torch.Tensor
+    array: Array
     universe: int | None
 
     @property
     def nbytes(self) -> int:
-        """What the field takes on the wire, if it is sent alone."""
+        """What the field takes in a message, if it is sent alone."""
+        count = backends.size(self.array)
         if self.universe is not None:
-            return indices_nbytes(self.array.numel(), self.universe)
-        return self.array.numel() * self.array.element_size()
+            return indices_nbytes(count, self.universe)
+        return count * int(self.array.dtype.itemsize)
 
 
 def fields(payload: Payload) -> Iterator[Field]:
@@ -44,7 +46,7 @@ def fields(payload: Payload) -> Iterator[Field]:
         child = getattr(payload, name)
         if isinstance(child, Payload):
             yield from fields(child)
-        elif isinstance(child, torch.Tensor):
+        elif backends.is_array(child):
             yield Field(child, payload.size if payload.codecs.get(name) == "index" else None)
 
 

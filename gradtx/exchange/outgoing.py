@@ -1,4 +1,4 @@
-"""What one rank sends in a step: which leaves travel compressed, which dense, and the bytes."""
+"""What one rank sends in a step over torch.distributed: the plan, and the bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from gradtx.core.payload import Joined, Member, Payload, decode_leaves
+from gradtx.core.payload import Payload
 from gradtx.core.transformation import Context
-from gradtx.core.tree import Array, accumulation_dtype, widen
+from gradtx.core.tree import Array
 from gradtx.exchange.flags import Flags, Slots
-from gradtx.exchange.message import Packing, payload_nbytes
+from gradtx.exchange.message import Packing
+from gradtx.exchange.plan import Plan
 from gradtx.exchange.uneven import tell_nbytes
 from gradtx.wire import Header, encode_message, error_message, message_nbytes
-
-_ITEMSIZE = {"float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Sizes:
         return buffer[:length], flags
 
 
-class Outgoing:
+class Outgoing(Plan):
     """What one rank sends in one step.
 
     Args:
@@ -71,74 +70,26 @@ class Outgoing:
         algorithm: ``"auto"`` or ``"gather"``.
 
     Attributes:
-        absent: for each leaf, in path order, whether this rank has no gradient for it.
-        payloads: those that travel compressed, in path order.
-        places: for each of them, the positions of its leaves.
-        rooms: for those of them of which a rank sends as much as it needs, the most it can be.
-        counts: how much of it this rank sends.
-        packing: how this rank lays them into segments.
-        found: by position, all payloads that arrived, those among them that travel dense too.
-        summed: by position, the payloads whose summands travel with the dense leaves.
+        rooms: for the payloads of which a rank sends as much as it needs, the most it can be.
+        counts: how much of each this rank sends.
+        packing: how this rank lays the payloads into segments.
     """
 
     def __init__(self, leaves: Sequence[Any], context: Context, size: int, algorithm: str) -> None:
-        self._layout = context.layout
-        order = context.layout.by_path
-        self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
-        self.found: dict[int, Payload] = {
-            i: leaves[i]
-            for i in order
-            if isinstance(leaves[i], Payload) and not isinstance(leaves[i], Member)
-        }
-        self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
-        payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
-        dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
-        chosen = _worth_it(payloads, dense_nbytes, len(leaves), size, algorithm)
-        self.payloads = [payloads[i] for i in chosen]
-        self.places = [_places(i, payloads[i]) for i in chosen]
+        def nbytes(payloads: Sequence[Payload]) -> int:
+            return sum(Packing(payloads).sizes)
+
+        def overhead(payloads: Sequence[Payload]) -> int:
+            total = nbytes(payloads)
+            told = tell_nbytes(sum(payload.used() is not None for payload in payloads))
+            return message_nbytes(len(leaves), [total]) - total + told
+
+        super().__init__(leaves, context, size, algorithm, nbytes, overhead)
         self._used = [payload.used() for payload in self.payloads]
         places = [None if used is None else used.nonzero().flatten() for used in self._used]
         self.rooms = tuple(used.numel() for used in self._used if used is not None)
         self.counts = tuple(where.numel() for where in places if where is not None)
         self.packing = Packing(list(map(_at, self.payloads, places)))
-        elsewhere = {i for places in self.places for i in places} | set(self.summed)
-        rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
-        dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
-        for i in dense:
-            # Zeros stand in for a leaf that is not there; a payload may decode to something else.
-            if context.absent and context.absent[i] and isinstance(leaves[i], Payload):
-                dense[i] = torch.zeros_like(dense[i])
-        summands = {i: payload.summand() for i, payload in self.summed.items()}
-        self._parts = {i: part for i in order if (part := (dense | summands).get(i)) is not None}
-
-    def _dense_nbytes(self, position: int, payload: Payload) -> int:
-        leaves = [self._layout.leaves[i] for i in _places(position, payload)]
-        return sum(x.size * _ITEMSIZE[accumulation_dtype(x.dtype or "float32")] for x in leaves)
-
-    @cached_property
-    def dense_places(self) -> dict[str, list[int]]:
-        """The positions of the leaves that are summed, in path order, by accumulation dtype."""
-        places: dict[str, list[int]] = {}
-        for i in self._parts:
-            dtype = accumulation_dtype(self._layout.leaves[i].dtype or "float32")
-            places.setdefault(dtype, []).append(i)
-        if not places and not self.payloads:
-            places["float32"] = []
-        return dict(sorted(places.items()))
-
-    def dtype(self, position: int) -> torch.dtype:
-        """The dtype that a leaf is summed in."""
-        name = accumulation_dtype(self._layout.leaves[position].dtype or "float32")
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-
-    def length(self, position: int) -> int:
-        """How many values of a leaf, or of what is sent in its place, are summed."""
-        return int(self._parts[position].numel())
-
-    def is_absent(self, position: int, header: Header) -> bool:
-        """Whether the rank that sent a header has no gradient for a leaf."""
-        return header.absent[self._layout.path_ranks[position]]
 
     def packing_of(self, counts: Sequence[int]) -> Packing:
         """How a rank lays the payloads into segments that sends so much of those that vary."""
@@ -150,6 +101,10 @@ class Outgoing:
             for used in self._used
         ]
         return Packing(list(map(_at, self.payloads, places)))
+
+    def is_absent(self, position: int, header: Header) -> bool:
+        """Whether the rank that sent a header has no gradient for a leaf."""
+        return header.absent[self.layout.path_ranks[position]]
 
     @property
     def ways(self) -> tuple[Any, ...]:
@@ -167,7 +122,7 @@ class Outgoing:
         gathered |= self.summed
         return {
             leaf.path: f"as {gathered[i]!r}" if i in gathered else "dense"
-            for i, leaf in enumerate(self._layout.leaves)
+            for i, leaf in enumerate(self.layout.leaves)
         }
 
     @cached_property
@@ -195,7 +150,7 @@ class Outgoing:
         slots = self.sizes.slots(size)
         out: list[torch.Tensor] = []
         for dtype, places in self.dense_places.items():
-            parts: list[Array] = [self._parts[i].reshape(-1) for i in places]
+            parts: list[Array] = [self.parts[i].reshape(-1) for i in places]
             if slots is not None and not out:
                 device = parts[0].device if parts else None
                 kind = getattr(torch, dtype)
@@ -204,34 +159,6 @@ class Outgoing:
         return out
 
 
-def _worth_it(
-    payloads: dict[int, Payload],
-    dense_nbytes: dict[int, int],
-    leaves: int,
-    size: int,
-    algorithm: str,
-) -> list[int]:
-    """The positions of the payloads to gather: those that cost less than a dense all-reduce.
-
-    Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
-    times the dense leaf.
-    """
-    if algorithm == "gather":
-        return list(payloads)
-    ranks = max(size, 2)
-    cheaper = [i for i, p in payloads.items() if ranks * payload_nbytes(p) < 2 * dense_nbytes[i]]
-    message = message_nbytes(leaves, Packing([payloads[i] for i in cheaper]).sizes)
-    message += tell_nbytes(sum(payloads[i].used() is not None for i in cheaper))
-    saved = sum(2 * dense_nbytes[i] for i in cheaper)
-    return cheaper if ranks * message < saved else []
-
-
 def _at(payload: Payload, places: torch.Tensor | None) -> Payload:
     """The payload with its values at some places alone; all of it if there are none given."""
     return payload if places is None else payload.at(places) or payload
-
-
-def _places(position: int, payload: Payload) -> list[int]:
-    if isinstance(payload, Joined):
-        return [i for i, _ in payload.parts.leaves]
-    return [position]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_whole
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Stage
-from gradtx.core.transformation import Transformation
+from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten
 
 
@@ -21,8 +21,12 @@ class Schedule:
     It stands where a number would: ``topk(schedule)``. Steps are counted from zero, in the state of
     the chain, and only those that are taken: a bad step is none.
 
+    Under `jax.jit` a chain with an exchange is compiled for each of the values, into one program
+    that branches on the step: what is sent has the size of the step's own value.
+
     Args:
-        function: ``function(step) -> value``. It must give the same on all ranks.
+        function: ``function(step) -> value``. It must give the same on all ranks. Under `jax.jit`
+            the step is a traced 0-d int32: write conditions with `jax.numpy.where`.
         values: all values it may give: sizes on the wire follow from them, and are checked at once.
         name: how it is printed; by default its qualified name and the values. All ranks must print
             the same.
@@ -66,6 +70,23 @@ class Schedule:
             )
         return value
 
+    def index(self, step: Array) -> Array:
+        """The position among `values` of the value at a step that is not known yet.
+
+        A value that was not declared gives the position of the nearest one.
+
+        Raises:
+            TypeError: if the function needs to know the step.
+        """
+        try:
+            value = self.function(step)
+        except Exception as error:
+            raise TypeError(
+                f"{self!r} cannot be followed under jax.jit, where the step is not known: "
+                f"{type(error).__name__}; write its conditions with jax.numpy.where"
+            ) from error
+        return backends.of(step).nearest(value, self.values)
+
     def __repr__(self) -> str:
         where = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return self.name or f"gx.Schedule({where}, {self.values})"
@@ -76,8 +97,14 @@ class _Stairs:
     values: tuple[float, ...]
     steps_each: int
 
-    def __call__(self, step: int) -> float:
-        return self.values[min(step // self.steps_each, len(self.values) - 1)]
+    def __call__(self, step: Any) -> Any:
+        if isinstance(step, int):
+            return self.values[min(step // self.steps_each, len(self.values) - 1)]
+        # Which stair it is, by how many are behind it: this can be traced.
+        value: Any = self.values[0]
+        for i, (low, high) in enumerate(itertools.pairwise(self.values), 1):
+            value = value + (step >= i * self.steps_each) * (high - low)
+        return value
 
 
 def warmup_density(densities: Sequence[float], steps_each: int) -> Schedule:
@@ -108,7 +135,14 @@ def warmup_density(densities: Sequence[float], steps_each: int) -> Schedule:
         >>> gx.topk(schedule)
         gx.topk(gx.warmup_density([0.25, 0.0625, 0.001], 100))
     """
-    check_whole("warmup_density(steps_each", steps_each, 1)
+    if isinstance(steps_each, bool) or not isinstance(steps_each, int):
+        raise TypeError(
+            f"warmup_density(steps_each={steps_each!r}): expected a whole number of 1 or more"
+        )
+    if steps_each < 1:
+        raise ValueError(
+            f"warmup_density(steps_each={steps_each!r}): expected a whole number of 1 or more"
+        )
     values = tuple(densities)
     name = f"gx.warmup_density({list(values)}, {steps_each})"
     return Schedule(_Stairs(values, steps_each), values, name)
@@ -126,9 +160,19 @@ class ScheduleState(NamedTuple):
     inner_state: Any
 
 
+class Scheduled(Transformation):
+    """A transformation whose hyperparameter follows a schedule. Made by `scheduled`.
+
+    Attributes:
+        schedule: the hyperparameter.
+    """
+
+    schedule: Schedule
+
+
 def scheduled(
     stage: Stage, schedule: Schedule, make: Callable[[float], Transformation]
-) -> Transformation:
+) -> Scheduled:
     """A transformation whose hyperparameter follows a schedule.
 
     Args:
@@ -137,8 +181,8 @@ def scheduled(
         make: the transformation for one value; its state must not depend on the value.
 
     Returns:
-        The transformation. Under `jax.jit` its `update` raises, since there the step is not known
-        when shapes are.
+        The transformation. Where the step is not known yet, as under `jax.jit`, its `update` takes
+        the value from the chain that it is in, and raises outside of one.
     """
     parts = {value: make(value) for value in schedule.values}
     first = parts[schedule.values[0]]
@@ -151,16 +195,37 @@ def scheduled(
         updates: PyTree, state: ScheduleState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ScheduleState]:
         step = backends.of(state.count).concrete(state.count)
-        if step is None:
+        context: Context | None = extra.get("context")
+        if step is not None:
+            value = schedule(step)
+        elif context is not None and schedule in context.scheduled:
+            value = context.scheduled[schedule]
+        else:
             raise TypeError(
-                f"{stage.code()}: shapes follow from the step, which is not known under jax.jit; "
-                "call update outside of jit, or jit one chain for each value"
+                f"{stage.code()}: sizes follow from the step, which is not known under jax.jit; "
+                "put it into a chain with an exchange, or call update outside of jit"
             )
-        part = parts[schedule(step)]
-        out, inner_state = part.step(updates, state.inner_state, params, **extra)
+        out, inner_state = parts[value].step(updates, state.inner_state, params, **extra)
         return out, ScheduleState(state.count + 1, inner_state)
 
     def settle(state: ScheduleState, payloads: Mapping[int, Payload]) -> ScheduleState:
         return ScheduleState(state.count, first.settle(state.inner_state, payloads))
 
-    return Transformation(stage, init, update, settle=settle)
+    transformation = Scheduled(stage, init, update, settle=settle)
+    transformation.schedule = schedule
+    return transformation
+
+
+def unknown_steps(
+    parts: Sequence[Transformation], states: Sequence[Any]
+) -> Iterator[tuple[Schedule, Array]]:
+    """The schedules within some parts whose step is not known yet, and their counts."""
+    for part, state in zip(parts, states, strict=True):
+        if isinstance(part, Scheduled):
+            if backends.of(state.count).concrete(state.count) is None:
+                yield part.schedule, state.count
+        elif part.parts:
+            several = getattr(state, "inner_states", None)
+            yield from unknown_steps(
+                part.parts, (state.inner_state,) if several is None else several
+            )

@@ -282,5 +282,5 @@ def test_under_jit_the_error_says_why():
     tx = gx.topk(gx.warmup_density(DENSITIES, 2), feedback=False)
     tree = {"w": jax.numpy.ones(20)}
     assert sent(tx, 3, tree) == [10, 10, 5]
-    with pytest.raises(TypeError, match=r"shapes follow from the step, which is not known"):
+    with pytest.raises(TypeError, match=r"sizes follow from the step, which is not known"):
         jax.jit(tx.update)(tree, tx.init(tree))
