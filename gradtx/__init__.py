@@ -37,6 +37,7 @@ from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
+from gradtx.interop.mesh import partition_specs
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
@@ -80,6 +81,7 @@ __all__ = [
     "min_size",
     "momentum_correction",
     "natural",
+    "partition_specs",
     "path_glob",
     "powersgd",
     "quantize",

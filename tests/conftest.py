@@ -2,6 +2,9 @@
 
 import os
 
+# Before jax is imported: a mesh of several devices, all of them this CPU.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
 import torch
 from hypothesis import HealthCheck, settings
 

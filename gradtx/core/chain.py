@@ -23,6 +23,7 @@ from gradtx.core.combinators import (
 )
 from gradtx.core.errors import ChainOrderError, Violation
 from gradtx.core.payload import Joined, Member
+from gradtx.core.per_rank import with_first_axis, without_first_axis
 from gradtx.core.predicates import all_of
 from gradtx.core.rules import check as check_order
 from gradtx.core.schedule import Schedule, unknown_steps
@@ -117,7 +118,19 @@ class Chain(Transformation):
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
-        return ChainState(layout, tuple(part.setup(params, info) for part in self.core))
+        return self._kept(layout, tuple(part.setup(params, info) for part in self.core))
+
+    def _kept(self, layout: Layout, states: tuple[Any, ...]) -> ChainState:
+        """The state between two steps; `_used` has its inverse."""
+        if self.exchange is not None and self.exchange.one_program:
+            states = with_first_axis(states, layout)
+        return ChainState(layout, states)
+
+    def _used(self, state: ChainState) -> tuple[Any, ...]:
+        """The states of the parts, within a step."""
+        if self.exchange is not None and self.exchange.one_program:
+            return tuple(without_first_axis(state.states, state.layout))
+        return state.states
 
     def _checked(self, updates: PyTree) -> PyTree:
         # The layout refuses what it does not know, inside the step, where the others are told.
@@ -173,7 +186,8 @@ class Chain(Transformation):
         layout = getattr(state, "layout", Layout((), None))
         context = Context(layout, self.shared_code, alone=exchange is None, scheduled=scheduled)
         if exchange is not None:
-            context = replace(context, rank=exchange.rank, size=exchange.size)
+            rank, size = exchange.ranks(arrays_in(updates) or arrays_in(state))
+            context = replace(context, rank=rank, size=size)
         with telling_others(self, state, context):
             _check_state(self, state)
             leaves = layout.match(updates)
@@ -186,9 +200,9 @@ class Chain(Transformation):
                 params = unflatten(layout.treespec, _detached(layout.arrange(params)))
             extra = {**extra, "context": context}
             with backends.full_precision():
-                out, states = run(self.core, tree, state.states, params, extra)
+                out, states = run(self.core, tree, self._used(state), params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
-        return _in_structure_of(updates, out_leaves, layout), ChainState(layout, states)
+        return _in_structure_of(updates, out_leaves, layout), self._kept(layout, states)
 
 
 def _check_state(tx: Chain, state: Any) -> None:

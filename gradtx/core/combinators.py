@@ -145,6 +145,11 @@ class ErrorFeedbackState(NamedTuple):
     residual: PyTree
     inner_states: tuple[Any, ...]
 
+    @property
+    def per_rank(self) -> tuple[str, ...]:
+        """The fields that differ between ranks."""
+        return ("residual",)
+
 
 def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Transformation:
     r"""Adds back at each step what compression left out before.
@@ -475,8 +480,8 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
         arrived = arrays_in(updates)
         ops = backends.find(arrived)
         finite = ops.all_finite(arrived) & finite_flag(extra, ops)
-        if (context := extra.get("context")) is not None and not context.progress.finite:
-            finite = ops.flag(False)  # An exchange to the left has heard of a bad step.
+        if (context := extra.get("context")) is not None:
+            finite = finite & context.progress.finite  # What an exchange to the left has heard.
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
         if exchanges:
             agreed = functools.reduce(operator.and_, (new[i].finite for i in exchanges))

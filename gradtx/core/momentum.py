@@ -49,6 +49,11 @@ class MomentumCorrectionState(NamedTuple):
     residual: PyTree
     inner_states: tuple[Any, ...]
 
+    @property
+    def per_rank(self) -> tuple[str, ...]:
+        """The fields that differ between ranks."""
+        return ("velocity", "residual")
+
 
 def momentum_correction(
     m: float, *compressors: Transformation, masking: bool = True, clip: float | None = None

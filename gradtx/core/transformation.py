@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.sent = False
-        self.finite = True
+        self.finite: Any = True
         self.absent: tuple[bool, ...] = ()
         self.settled: dict[int, Payload] = {}
 
@@ -57,7 +57,7 @@ class Context:
         code: the chain as code, without what differs between ranks.
         absent: for each leaf, in the order of the layout, whether this rank has no gradient for it
             (zeros stand in); empty if all are there.
-        rank: this rank's number in the exchange.
+        rank: this rank's number in the exchange; under JAX it may be traced.
         size: how many ranks the exchange has.
         alone: there is no exchange to come.
         scheduled: the values of hyperparameters whose step is not known yet.
@@ -67,7 +67,7 @@ class Context:
     layout: Layout
     code: str
     absent: tuple[bool, ...] = ()
-    rank: int = 0
+    rank: Any = 0
     size: int = 1
     alone: bool = False
     scheduled: Mapping[Any, float] = field(default_factory=dict, compare=False)
@@ -190,22 +190,21 @@ class Exchange(Transformation):
     """A transformation at which ranks talk.
 
     Its state has `finite`, the gate's flag as all ranks agree on it.
+
+    Attributes:
+        one_program: whether the ranks are devices that run one program together.
     """
+
+    one_program: bool = False
 
     @property
     def group(self) -> Any:
-        """The ranks it talks to."""
+        """The ranks it talks to over torch.distributed."""
         raise NotImplementedError
 
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-        return int(self.group.rank)
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        return int(self.group.size)
+    def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
+        """This rank's number, and how many ranks there are, for the arrays of a step."""
+        raise NotImplementedError
 
     def fail(
         self, state: Any, context: Context, error: Exception, arriving: PyTree | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -51,7 +53,9 @@ def allreduce(
     Args:
         group: a `torch.distributed` process group. By default the default group; this process
             alone, if none is initialised.
-        axis_name: reserved for the mesh axis under JAX; not supported yet.
+        axis_name: for JAX arrays, the axis of the mesh whose devices exchange; `update` is then
+            called inside `jax.shard_map` (or `jax.vmap` with that `axis_name`). JAX arrays without
+            it are those of one device alone.
         op: ``"mean"`` or ``"sum"``.
         algorithm: ``"gather"`` sends every payload compressed, ``"auto"`` only those that cost less
             than a dense all-reduce.
@@ -60,8 +64,11 @@ def allreduce(
         The transformation.
 
     Raises:
-        ValueError: for an unknown `op` or `algorithm`.
-        NotImplementedError: for an `axis_name`.
+        ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given;
+            in `update`, if there is no such axis.
+        TypeError: if `axis_name` is no string; in `update`, for torch tensors where an axis is
+            named, or JAX arrays where several torch processes are to exchange.
+        ImportError: if `axis_name` is given and jax is not installed.
         RankMismatchError: in `update`, on every rank, if ranks disagree or one of them has failed.
 
     Example:
@@ -79,24 +86,37 @@ def allreduce(
     if algorithm not in ("auto", "gather"):
         raise ValueError(f"allreduce(algorithm={algorithm!r}): expected 'auto' or 'gather'")
     if axis_name is not None:
-        raise NotImplementedError(
-            f"allreduce(axis_name={axis_name!r}): the exchange over a JAX mesh axis is not there "
-            "yet; fragments without an exchange do run on JAX arrays"
-        )
+        _check_axis(axis_name, group)
     if group is not None:
         find_group(group)
-    return Allreduce(group, op, algorithm)
+    return Allreduce(group, axis_name, op, algorithm)
+
+
+def _check_axis(axis_name: Any, group: Any) -> None:
+    if not isinstance(axis_name, str):
+        raise TypeError(f"allreduce(axis_name={axis_name!r}): expected the name of a mesh axis")
+    if group is not None:
+        raise ValueError(
+            f"allreduce({group!r}, axis_name={axis_name!r}): a group is for torch tensors, an axis "
+            "for JAX arrays; give one of them"
+        )
+    if importlib.util.find_spec("jax") is None:
+        raise ImportError(
+            f"allreduce(axis_name={axis_name!r}) needs jax, which is not installed: "
+            "pip install 'gradtx[jax]'"
+        )
 
 
 class Allreduce(Exchange):
     """The transformation that `allreduce` makes."""
 
-    def __init__(self, group: Any, op: str, algorithm: str) -> None:
+    def __init__(self, group: Any, axis_name: str | None, op: str, algorithm: str) -> None:
         stage = Stage(
             "allreduce",
             Kind.EXCHANGE,
             (
                 Argument("group", group, None, local=True),
+                Argument("axis_name", axis_name, None),
                 Argument("op", op, "mean"),
                 Argument("algorithm", algorithm, "auto"),
             ),
@@ -104,11 +124,52 @@ class Allreduce(Exchange):
         )
         super().__init__(stage, _init, self._update)
         self._given, self._op, self._algorithm = group, op, algorithm
+        self.axis_name = axis_name
+        self.one_program = axis_name is not None
 
     @property
     def group(self) -> Group:
-        """The ranks it talks to."""
+        """The ranks it talks to over torch.distributed."""
         return find_group(self._given)
+
+    def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
+        """This rank's number and how many there are, for the arrays of a step."""
+        on_jax = any(not isinstance(x, torch.Tensor) for x in arrays)
+        if self.axis_name is None and not (on_jax and self.group.size == 1):
+            return self.group.rank, self.group.size
+        axis = self._axis()
+        return axis.rank, axis.size
+
+    def _axis(self) -> Any:
+        from gradtx.exchange.mesh import MeshAxis
+
+        return MeshAxis(self.axis_name)
+
+    def _on_jax(self, arrays: Sequence[Array]) -> bool:
+        """Whether the arrays of a step are JAX's.
+
+        Raises:
+            TypeError: if only some are, or they cannot be exchanged.
+        """
+        torchs = sum(isinstance(x, torch.Tensor) for x in arrays)
+        if torchs and torchs != len(arrays):
+            raise TypeError(
+                f"{self.code()}: {torchs} of {len(arrays)} leaves are torch tensors, the others "
+                "JAX arrays"
+            )
+        if torchs and self.axis_name is not None:
+            raise TypeError(
+                f"{self.code()} exchanges JAX arrays over a mesh; for torch tensors write "
+                "allreduce()"
+            )
+        if torchs or not arrays:
+            return self.axis_name is not None
+        if self.axis_name is None and self.group.size > 1:
+            raise TypeError(
+                f"{self.code()} exchanges torch tensors between processes; JAX arrays are "
+                "exchanged over a mesh: write allreduce(axis_name=...)"
+            )
+        return True
 
     def _update(
         self,
@@ -121,8 +182,9 @@ class Allreduce(Exchange):
         **extra: Any,
     ) -> tuple[PyTree, AllreduceState]:
         leaves, treespec = flatten(updates)
-        if any(not isinstance(x, torch.Tensor) for x in arrays_in(leaves)):
-            raise TypeError("allreduce() exchanges torch tensors; JAX arrays are not supported yet")
+        if self._on_jax(arrays_in(leaves)):
+            out, good = self._over_mesh(leaves, context, finite)
+            return unflatten(treespec, out), AllreduceState(state.count + 1, good)
         group = self.group
         outgoing = Outgoing(leaves, context, group.size, self._algorithm)
         header = _header(_key(context), int(state.count), len(leaves))
@@ -149,6 +211,19 @@ class Allreduce(Exchange):
             good = judge(tree, context)
         return tree, AllreduceState(state.count + 1, good)
 
+    def _over_mesh(
+        self, leaves: list[Any], context: Context, finite: Array | None
+    ) -> tuple[list[Any], Array]:
+        """The exchanged leaves, and whether the step is good."""
+        from gradtx.exchange import mesh
+
+        out, settled, good = mesh.exchange(
+            self._axis(), leaves, context, op=self._op, algorithm=self._algorithm, finite=finite
+        )
+        context.progress.settled = settled
+        context.progress.finite = good
+        return out, good if finite is None else good & judge(out, context)
+
     def _agree(self, group: Group, context: Context, step: int, outgoing: Outgoing) -> None:
         key = _key(context)
         if key not in group.agreements or group.agreements[key][0] != outgoing.ways:
@@ -164,6 +239,8 @@ class Allreduce(Exchange):
         arriving: PyTree | None = None,
     ) -> None:
         """Tells the other ranks that this one has failed; they raise `RankMismatchError`."""
+        if self.one_program:
+            return  # All devices run one program: it fails for all of them.
         group, text = self.group, type(error).__name__
         if group.size == 1:
             return

@@ -570,10 +570,9 @@ def test_counters_count_bad_steps_too():
             "allreduce(algorithm='ring'): expected 'auto' or 'gather'",
         ),
         (
-            {"axis_name": "i"},
-            NotImplementedError,
-            "allreduce(axis_name='i'): the exchange over a JAX mesh axis is not there yet; "
-            "fragments without an exchange do run on JAX arrays",
+            {"axis_name": 3},
+            TypeError,
+            "allreduce(axis_name=3): expected the name of a mesh axis",
         ),
     ],
 )

@@ -1,0 +1,47 @@
+"""State that differs between ranks, such as residuals.
+
+A state says so by its property ``per_rank``, the names of those fields; each is a tree like the
+parameters. Where all ranks are devices of one program, such a leaf is laid out over all of
+them along its first axis, and so needs one: a leaf of shape ``[]`` is kept as ``[1]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradtx import backends
+from gradtx.core.tree import Layout, PyTree, flatten, unflatten
+
+
+def with_first_axis(state: Any, layout: Layout) -> Any:
+    """The state, its per-rank leaves of shape ``[]`` as ``[1]``."""
+    return _map_per_rank(lambda tree: _shaped(tree, layout, (1,)), state)
+
+
+def without_first_axis(state: Any, layout: Layout) -> Any:
+    """The inverse of `with_first_axis`."""
+    return _map_per_rank(lambda tree: _shaped(tree, layout, ()), state)
+
+
+def _shaped(tree: PyTree, layout: Layout, shape: tuple[int, ...]) -> PyTree:
+    leaves, treespec = flatten(tree)
+    return unflatten(
+        treespec,
+        [
+            leaf if leaf is None or spec.shape != () else backends.of(leaf).reshape(leaf, shape)
+            for leaf, spec in zip(leaves, layout.leaves, strict=True)
+        ],
+    )
+
+
+def _map_per_rank(fn: Callable[[PyTree], PyTree], state: Any) -> Any:
+    if not isinstance(state, tuple):
+        return state
+    names = getattr(state, "_fields", ())
+    own = getattr(state, "per_rank", ())
+    parts = [
+        fn(part) if name in own else _map_per_rank(fn, part)
+        for name, part in zip(names or (None,) * len(state), state, strict=True)
+    ]
+    return type(state)(*parts) if names else tuple(parts)

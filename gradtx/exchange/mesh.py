@@ -1,0 +1,274 @@
+"""The exchange over an axis of a JAX mesh: inside the compiled program, all shapes static.
+
+Importing it imports jax. There is no handshake and no header: all devices run one program. What
+is gathered travels as one array of bytes, with one byte for the bad step; what is summed as one
+array a dtype. Positions in a leaf take 16 bits each, within blocks of 65,536, and each further
+block its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradtx.core.payload import Payload
+from gradtx.core.transformation import Context
+from gradtx.core.tree import arrays_in, structure, unflatten
+from gradtx.exchange.message import Field, fields
+from gradtx.exchange.plan import Plan, add_payload, further_rounds, results_of
+
+Array = jax.Array
+
+BLOCK = 2**16
+
+
+class MeshAxis:
+    """The devices along one axis of a mesh, as the program on one of them sees them.
+
+    It stands for `gradtx.exchange.group.Group` on arrays. Alone, without a name.
+
+    Args:
+        name: of the axis, bound by `jax.shard_map` (or `jax.vmap`); None for this device alone.
+
+    Raises:
+        ValueError: if there is no such axis here, naming those that there are; or, without a name,
+            if there are axes that the gradients may vary over.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        self._of_mesh = name in axes
+        if name is None:
+            if axes:
+                raise ValueError(
+                    f"allreduce() inside a mesh with the axes {_listed(axes)}: say over which to "
+                    f"exchange, such as allreduce(axis_name={axes[0]!r})"
+                )
+            self.size = 1
+            return
+        try:
+            self.size = int(jax.lax.axis_size(name))
+        except NameError:
+            there = f"the axes here are {_listed(axes)}" if axes else "there is no axis here"
+            raise ValueError(
+                f"allreduce(axis_name={name!r}): no axis of that name; {there} (call update inside "
+                "jax.shard_map over a mesh that has it)"
+            ) from None
+
+    @property
+    def rank(self) -> Any:
+        """This device's number along the axis: 0-d int32."""
+        return 0 if self.name is None else jax.lax.axis_index(self.name)
+
+    def all_gather(self, message: Array) -> Array:
+        """``[size, n]``: the arrays ``[n]`` of all devices, in their order."""
+        if self.name is None:
+            return message[None]
+        # All devices get the same, and JAX, which keeps track of that, is told so.
+        to = "invarying" if self._of_mesh else "varying"
+        gathered: Array = jax.lax.all_gather(message, self.name, to=to)
+        return gathered
+
+    def all_reduce(self, buffer: Array) -> Array:
+        """The sum over devices."""
+        psum: Any = jax.lax.psum
+        return buffer if self.name is None else psum(buffer, self.name)
+
+    def varies(self, x: Array) -> bool:
+        """Whether JAX knows an array to vary along the axis: it does only under ``check_vma``."""
+        kind: Any = jax.typeof(x)
+        tracked: Any = getattr(kind, "mat", None)
+        return self.name in (kind.vma if tracked is None else tracked.varying)
+
+    def check(self, leaves: Sequence[Array]) -> None:
+        """Refuses gradients that JAX has summed already, where it keeps track of that.
+
+        Raises:
+            ValueError: if none of them varies along the axis.
+        """
+        if not (leaves and self._of_mesh and self.varies(self.rank)):
+            return
+        if not any(self.varies(leaf) for leaf in leaves):
+            raise ValueError(
+                f"these gradients are the same on all devices along {self.name!r}: with respect to "
+                "parameters that do not vary along it, jax.grad has summed them, uncompressed; "
+                "take the gradient with respect to "
+                f"jax.lax.pcast(params, {self.name!r}, to='varying')"
+            )
+
+
+def exchange(
+    axis: MeshAxis,
+    leaves: Sequence[Any],
+    context: Context,
+    *,
+    op: str,
+    algorithm: str,
+    finite: Array | None,
+) -> tuple[list[Any], dict[int, Payload], Array]:
+    """Sends what leaves this device, and adds up what comes in.
+
+    Args:
+        axis: the devices.
+        leaves: as they arrive, in the order of the layout.
+        context: of the step.
+        op: ``"mean"`` or ``"sum"``.
+        algorithm: ``"auto"`` or ``"gather"``.
+        finite: 0-d bool: this device's gradients were finite; None does not say.
+
+    Returns:
+        The dense leaves; the payloads whose values are known only now, by position; and whether
+        the gradients of all devices were finite.
+    """
+    axis.check(arrays_in(leaves))
+    plan = Plan(leaves, context, axis.size, algorithm, _nbytes, lambda payloads: 1)
+    good = jnp.asarray(True) if finite is None else finite
+    totals: dict[int, Array] = {}
+    agreed: Array | None = None
+    if plan.payloads:
+        packing = _Packing(plan.payloads)
+        received = axis.all_gather(packing.encode(good))
+        totals = _added(plan, packing, received)
+        agreed = packing.all_good(received)
+    for dtype, places in plan.dense_places.items():
+        parts = [jnp.ravel(plan.parts[i]).astype(dtype) for i in places]
+        if agreed is None:
+            bad = (~good).astype(dtype)[None]
+            total = axis.all_reduce(jnp.concatenate([*parts, bad]))
+            agreed, total = total[-1] == 0, total[:-1]
+        else:
+            total = axis.all_reduce(jnp.concatenate(parts))
+        totals |= plan.split(dtype, total)
+    if agreed is None:
+        raise AssertionError("an exchange has a message or a buffer")
+    summed = further_rounds(axis.all_reduce, axis.size, plan, totals)
+    settled = {i: p for i, p in summed.items() if plan.summed[i].late}
+    results = results_of(plan, totals, summed, axis.size, op)
+    out = [
+        None if leaf is None else jnp.reshape(results[i], spec.shape or ())
+        for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
+    ]
+    return out, settled, agreed
+
+
+def _added(plan: Plan, packing: _Packing, received: Array) -> dict[int, Array]:
+    """The sums of the payloads of all devices, in their order."""
+
+    def add(totals: Mapping[int, Array], message: Array) -> dict[int, Array]:
+        out = dict(totals)
+        for places, payload in zip(plan.places, packing.decode(message), strict=True):
+            add_payload(out, payload, plan, places[0], lambda i: False)
+        return out
+
+    first = add({}, received[0])
+    # A loop, so that the program does not grow with the number of devices.
+    added: dict[int, Array] = jax.lax.scan(
+        lambda totals, message: (add(totals, message), None), first, received[1:]
+    )[0]
+    return added
+
+
+def _nbytes(payloads: Sequence[Payload]) -> int:
+    return sum(_field_nbytes(field) for payload in payloads for field in fields(payload))
+
+
+def _field_nbytes(field: Field) -> int:
+    if field.universe is None:
+        return field.nbytes
+    return 2 * int(field.array.size) + 4 * _further_blocks(field.universe)
+
+
+def _further_blocks(universe: int) -> int:
+    return max(0, -(-universe // BLOCK) - 1)
+
+
+class _Packing:
+    """How the arrays of some payloads are laid into one array of bytes.
+
+    Args:
+        payloads: on this device; those of the others have the same shapes.
+    """
+
+    def __init__(self, payloads: Sequence[Payload]) -> None:
+        self._treespec = structure(list(payloads))
+        self._fields = [field for payload in payloads for field in fields(payload)]
+
+    def encode(self, good: Array) -> Array:
+        """uint8 ``[n]``: all fields, and whether the gradients were finite."""
+        parts = [part for field in self._fields for part in _encoded(field)]
+        return jnp.concatenate([*map(_to_bytes, parts), good.astype(jnp.uint8)[None]])
+
+    def all_good(self, received: Array) -> Array:
+        """0-d bool: the gradients of all devices were finite."""
+        good: Array = received[:, -1].all()
+        return good
+
+    def decode(self, message: Array) -> list[Payload]:
+        """The payloads of one device."""
+        arrays, start = [], 0
+        for field in self._fields:
+            parts = []
+            for shape, dtype in _forms(field):
+                end = start + _size(shape) * jnp.dtype(dtype).itemsize
+                parts.append(_from_bytes(message[start:end], shape, dtype))
+                start = end
+            arrays.append(_decoded(field, parts))
+        payloads: list[Payload] = list(unflatten(self._treespec, arrays))
+        return payloads
+
+
+def _encoded(field: Field) -> Iterator[Array]:
+    if field.universe is None:
+        yield field.array
+        return
+    indices = jnp.ravel(field.array)
+    yield (indices % BLOCK).astype(jnp.uint16)
+    if blocks := _further_blocks(field.universe):
+        starts = jnp.arange(1, blocks + 1, dtype=indices.dtype) * BLOCK
+        yield jnp.searchsorted(indices, starts).astype(jnp.int32)
+
+
+def _forms(field: Field) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if field.universe is None:
+        yield tuple(field.array.shape), field.array.dtype
+        return
+    yield (int(field.array.size),), jnp.uint16
+    if blocks := _further_blocks(field.universe):
+        yield (blocks,), jnp.int32
+
+
+def _decoded(field: Field, parts: Sequence[Array]) -> Array:
+    if field.universe is None:
+        return parts[0]
+    indices = parts[0].astype(field.array.dtype)
+    if len(parts) > 1:
+        # Which block each is in: how many of the further blocks have begun by then.
+        begun = jnp.searchsorted(parts[1], jnp.arange(indices.size), side="right")
+        indices = indices + begun.astype(indices.dtype) * BLOCK
+    return jnp.reshape(indices, field.array.shape)
+
+
+def _to_bytes(x: Array) -> Array:
+    flat = jnp.ravel(x)
+    return jnp.ravel(jax.lax.bitcast_convert_type(flat, jnp.uint8))
+
+
+def _from_bytes(data: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    itemsize = jnp.dtype(dtype).itemsize
+    rows = jnp.reshape(data, (-1, itemsize)) if itemsize > 1 else data
+    return jnp.reshape(jax.lax.bitcast_convert_type(rows, dtype), shape)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _listed(axes: Sequence[str]) -> str:
+    return ", ".join(map(repr, axes))

@@ -1,0 +1,92 @@
+"""What `jax.shard_map` has to be told of a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+
+from gradtx.core.chain import ChainState
+from gradtx.core.tree import PyTree
+from gradtx.exchange.allreduce import AllreduceState
+
+
+def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
+    """How a state is laid out over the devices of a mesh, for `jax.shard_map`.
+
+    What differs between devices (residuals and velocities, and what a foreign transformation before
+    the exchange keeps) is laid along its first axis: on `N` devices, the residual of a leaf of
+    shape ``[n, ...]`` is one array of shape ``[N * n, ...]``. All else is the same on all.
+
+    Args:
+        state: of a chain, or a tree with such states in it, as of `optax.chain`; arrays, or what
+            `jax.eval_shape` gives. What is no chain's state counts as the same on all devices.
+        axis_name: the axis that the chain exchanges over.
+
+    Returns:
+        A tree like the state, of `jax.sharding.PartitionSpec`.
+
+    Raises:
+        TypeError: if `axis_name` is no string.
+        ImportError: if jax is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, gradtx as gx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> tx = gx.chain(gx.topk(0.01), gx.ef(), gx.allreduce(axis_name="data"))
+        >>> params = {"w": jnp.zeros(300)}
+        >>> specs = gx.partition_specs(jax.eval_shape(tx.init, params), axis_name="data")
+        >>> specs.residual
+        {'w': P('data')}
+        >>> init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+        >>> init(params).residual["w"].shape == (300 * jax.device_count(),)
+        True
+    """
+    if not isinstance(axis_name, str):
+        raise TypeError(f"partition_specs(axis_name={axis_name!r}): expected a mesh axis's name")
+    try:
+        from jax.sharding import PartitionSpec
+    except ImportError:
+        raise ImportError(
+            "partition_specs needs jax, which is not installed: pip install 'gradtx[jax]'"
+        ) from None
+    spec: Any = PartitionSpec
+    everywhere, along = spec(), spec(axis_name)
+
+    def of_chain(node: Any) -> Any:
+        return _Walk(everywhere, along).visit(node) if _is_chain(node) else everywhere
+
+    return optree.tree_map(of_chain, state, is_leaf=_is_chain)
+
+
+def _is_chain(node: Any) -> bool:
+    return isinstance(node, ChainState)
+
+
+class _Walk:
+    """From left to right through a state, minding whether the exchange has been passed."""
+
+    def __init__(self, everywhere: Any, along: Any) -> None:
+        self._everywhere, self._along = everywhere, along
+        self._exchanged = False
+
+    def visit(self, state: Any) -> Any:
+        """The specs of the state of one transformation."""
+        if not type(state).__module__.startswith("gradtx."):
+            return self._all(state, self._everywhere if self._exchanged else self._along)
+        self._exchanged |= isinstance(state, AllreduceState)
+        own = getattr(state, "per_rank", ())
+        parts = []
+        for name, part in zip(state._fields, state, strict=True):
+            if name in ("states", "inner_states"):
+                parts.append(tuple(map(self.visit, part)))
+            elif name == "inner_state":
+                parts.append(self.visit(part))
+            else:
+                parts.append(self._all(part, self._along if name in own else self._everywhere))
+        return type(state)(*parts)
+
+    def _all(self, tree: PyTree, spec: Any) -> PyTree:
+        # A leaf of shape [] cannot be laid out along an axis: it is a counter.
+        return optree.tree_map(lambda leaf: spec if leaf.ndim else self._everywhere, tree)
