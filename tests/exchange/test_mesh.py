@@ -1,0 +1,396 @@
+"""The exchange over an axis of a JAX mesh."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradtx as gx
+from gradtx.testing import run_ranks
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from gradtx.exchange.mesh import BLOCK, MeshAxis, _Packing  # noqa: E402
+from meshes import OnMesh, P, collectives, laid_out, mesh_of  # noqa: E402
+
+INF, NAN = np.inf, np.nan
+SHAPES = {"bn1": {"weight": (5,)}, "s": (), "w": (30, 70)}
+SOME = ["dense", "topk", "sign", "powersgd", "momentum"]
+
+# What stands between unscale() and the exchange.
+PARTS = {
+    "dense": [],
+    "topk": [gx.topk(0.05), gx.ef()],
+    "topk fp16": [gx.skip_bn(), gx.topk(0.05, values="float16"), gx.ef()],
+    "global": [gx.topk(0.02, scope="global"), gx.ef()],
+    "threshold": [gx.threshold(1.5), gx.ef()],
+    "random_k": [gx.random_k(0.1), gx.ef()],
+    "unbiased random_k": [gx.random_k(0.1, unbiased=True)],
+    "sign": [gx.skip_bn(), gx.sign(), gx.ef()],
+    "topk, sign": [gx.topk(0.1), gx.sign(), gx.ef()],
+    "vote": [gx.sign(majority_vote=True, feedback=False)],
+    "cast": [gx.cast("float16"), gx.ef()],
+    "cast fp8": [gx.cast("float8_e4m3fn"), gx.ef()],
+    "quantize": [gx.quantize(4, block=64)],
+    "ternary": [gx.ternary()],
+    "natural": [gx.natural()],
+    "powersgd": [gx.powersgd(2), gx.ef()],
+    "momentum": [gx.topk(0.05), gx.momentum_correction(0.9, clip=1.0)],
+    "schedule": [gx.topk(gx.warmup_density([0.25, 0.05], 1)), gx.ef()],
+}
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+def zeros():
+    return jax.tree.map(jnp.zeros, SHAPES, is_leaf=is_shape)
+
+
+def gradients(seed, size, steps):
+    """For each step, a tree of NumPy arrays ``[size, ...]``."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape):
+        return rng.normal(size=(size, *shape)).astype(np.float32)
+
+    return [jax.tree.map(draw, SHAPES, is_leaf=is_shape) for _ in range(steps)]
+
+
+def chain_of(name, **where):
+    return gx.chain(gx.unscale(), *PARTS[name], gx.allreduce(**where))
+
+
+@cache
+def compiled(name, size, check_vma):
+    return OnMesh(chain_of(name, axis_name="data"), zeros(), size, check_vma=check_vma)
+
+
+def on_mesh_of(name, size=2, check_vma=True):
+    """Each is compiled once, which takes longer than all else here."""
+    return compiled(name, size, check_vma).again()
+
+
+def on_threads(tx, grads, size, scales):
+    """What each step gives on in-process ranks with torch tensors; and the last state."""
+
+    def rank(i):
+        def own(tree):
+            return jax.tree.map(lambda x: torch.tensor(x[i]), tree)
+
+        state, outs = tx.init(own(grads[0])), []
+        for tree, scale in zip(grads, scales, strict=True):
+            updates, state = tx.update(own(tree), state, loss_scale=scale)
+            outs.append(updates)
+        return outs, state
+
+    return run_ranks(size, rank)
+
+
+def worst(one, other):
+    """The largest difference between two trees, in units of the largest value."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    diffs = [float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0.0)) for a, b in pairs]
+    largest = [float(np.abs(np.asarray(x)).max(initial=0.0)) for x in jax.tree.leaves(one)]
+    return max(diffs) / max(*largest, 1e-30)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "check_vma"),
+    [*((name, 2, True) for name in PARTS), *((name, 4, False) for name in SOME)],
+)
+def test_it_gives_what_torch_gives(name, size, check_vma):
+    grads, scales = gradients(1, size, 3), [2.0, 2.0, 8.0]
+    on_mesh = on_mesh_of(name, size, check_vma)
+    found = [on_mesh.step(tree, scale) for tree, scale in zip(grads, scales, strict=True)]
+    expected, _ = on_threads(chain_of(name), grads, size, scales)[0]
+    # PowerSGD goes through a QR factorisation on both sides.
+    tolerance = 1e-5 if name == "powersgd" else 5e-7
+    assert max(map(worst, found, expected)) < tolerance
+    assert on_mesh.update._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", SOME)
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**31), exponents=st.lists(st.integers(-3, 10), min_size=2, max_size=2))
+def test_any_gradients_and_scales(name, seed, exponents):
+    grads, scales = gradients(seed, 2, 2), [2.0**e for e in exponents]
+    on_mesh = on_mesh_of(name)
+    found = [on_mesh.step(tree, scale) for tree, scale in zip(grads, scales, strict=True)]
+    expected, _ = on_threads(chain_of(name), grads, 2, scales)[0]
+    assert max(map(worst, found, expected)) < (1e-4 if name == "powersgd" else 1e-6)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_state_is_a_fixed_point(name):
+    on_mesh = on_mesh_of(name)
+    before = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), on_mesh.state)
+    on_mesh.step(gradients(0, 2, 1)[0])
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), on_mesh.state) == before
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_bad_step_on_one_device_leaves_no_trace_on_any(name, bad):
+    on_mesh = on_mesh_of(name)
+    first, second = gradients(3, 2, 2)
+    on_mesh.step(first)
+    before = on_mesh.state
+    second["w"][1, 3, 7] = bad
+    updates = on_mesh.step(second, 4.0)
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(updates))
+    assert int(on_mesh.state.total_notfinite) == 1
+    assert not bool(on_mesh.state.last_finite)
+    gate, old = on_mesh.state.gate.inner_states[:-1], before.gate.inner_states[:-1]
+    for a, b in zip(jax.tree.leaves(gate), jax.tree.leaves(old), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    on_mesh.step(first)
+    assert bool(on_mesh.state.last_finite)
+
+
+@pytest.mark.parametrize("name", [*SOME, "natural", "schedule"])
+def test_steps_in_a_scan_are_the_steps(name):
+    """Within one program: what varies over the devices, as JAX keeps track of it, stays so."""
+    size, steps = 2, 3
+    tx, grads = chain_of(name, axis_name="data"), gradients(5, size, steps)
+    on_mesh = on_mesh_of(name)
+
+    def run(stacked, state):
+        def step(state, tree):
+            updates, state = tx.update(tree, state, loss_scale=2.0)
+            return state, updates
+
+        return jax.lax.scan(step, state, jax.tree.map(lambda x: x[0], stacked))
+
+    stacked = jax.tree.map(lambda *x: np.stack(x, 1), *grads)
+    specs = on_mesh.specs
+    scanned = jax.jit(
+        jax.shard_map(run, mesh=on_mesh.mesh, in_specs=(P("data"), specs), out_specs=(specs, P()))
+    )
+    _, found = scanned(laid_out(on_mesh.mesh, stacked), on_mesh.state)
+    expected = [on_mesh.step(tree, 2.0) for tree in grads]
+    for i, tree in enumerate(expected):
+        assert worst(jax.tree.map(lambda x, i=i: x[i], found), tree) < 1e-5
+
+
+def test_gradients_and_state_may_be_donated():
+    plain = on_mesh_of("topk")
+    donated = OnMesh(chain_of("topk", axis_name="data"), zeros(), 2, donate=(1,))
+    for tree in gradients(2, 2, 3):
+        assert worst(plain.step(tree), donated.step(tree)) == 0
+
+
+def test_a_leaf_that_is_none_stays_none_and_keeps_its_residual():
+    tx = gx.chain(gx.topk(0.05), gx.ef(), gx.allreduce(axis_name="data"))
+    on_mesh = OnMesh(tx, {"v": jnp.zeros(900), "w": jnp.zeros((30, 70))}, 2)
+    first, second = (
+        {"v": x["w"][:, :13].reshape(2, -1)[:, :900], "w": x["w"]} for x in gradients(4, 2, 2)
+    )
+    on_mesh.step(first)
+    residual = np.asarray(on_mesh.state.residual["v"])
+    updates = on_mesh.step({"v": None, "w": second["w"]})
+    assert updates["v"] is None
+    np.testing.assert_array_equal(np.asarray(on_mesh.state.residual["v"]), residual)
+
+
+# Bits a value that one device puts into the gather, of a leaf of 200,000 values: the wire table,
+# with 16 bits for a position.
+TABLE = {
+    "topk": ([gx.topk(0.01), gx.ef()], 0.01 * 48),
+    "topk fp16": ([gx.topk(0.01, values="float16"), gx.ef()], 0.01 * 32),
+    "threshold": ([gx.threshold(1.0, capacity=0.01), gx.ef()], 0.01 * 48),
+    "topk, sign": ([gx.topk(0.01), gx.sign(), gx.ef()], 0.01 * 17),
+    "sign": ([gx.sign(), gx.ef()], 1.0),
+    "vote": ([gx.sign(majority_vote=True, feedback=False)], 1.0),
+    "cast fp16": ([gx.cast("float16"), gx.ef()], 16.0),
+    "cast fp8": ([gx.cast("float8_e5m2"), gx.ef()], 8.3),
+    "quantize 4": ([gx.quantize(4)], 4 + 32 / 256),
+    "quantize 2": ([gx.quantize(2)], 2 + 32 / 256),
+    "ternary": ([gx.ternary()], 1.65),
+    "natural": ([gx.natural()], 9.05),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_gathered_is_small(name):
+    parts, bits = TABLE[name]
+    tx = gx.chain(gx.unscale(), *parts, gx.allreduce(axis_name="data", algorithm="gather"))
+    sent = OnMesh(tx, {"w": jnp.zeros((400, 500))}, 2).sent({"w": np.zeros((2, 400, 500))})
+    assert set(sent) == {"all-gather"}
+    assert 8 * sent["all-gather"] / 200_000 <= 1.05 * bits
+
+
+@pytest.mark.parametrize(
+    ("parts", "values"),
+    [([gx.powersgd(4), gx.ef()], 4 * 900), ([gx.random_k(0.01), gx.ef()], 2000), ([], 200_000)],
+    ids=["powersgd", "random_k", "dense"],
+)
+def test_what_is_summed_is_small(parts, values):
+    tx = gx.chain(gx.unscale(), *parts, gx.allreduce(axis_name="data"))
+    sent = OnMesh(tx, {"w": jnp.zeros((400, 500))}, 2).sent({"w": np.zeros((2, 400, 500))})
+    assert set(sent) == {"all-reduce"}
+    assert 4 * values <= sent["all-reduce"] <= 4 * values + 8
+
+
+def test_a_schedule_has_a_program_for_each_value():
+    """And none of them sends more than its own value asks for."""
+    tx = chain_of("schedule", axis_name="data")
+    on_mesh = OnMesh(tx, {"w": jnp.zeros(100_000)}, 2)
+    stacked = {"w": np.zeros((2, 100_000))}
+    arguments = laid_out(on_mesh.mesh, stacked), on_mesh.state, jnp.float32(1.0)
+    text = on_mesh.update.lower(*arguments).compile().as_text()
+    gathers = sorted(
+        collectives(line, 2)["all-gather"] for line in text.splitlines() if " all-gather(" in line
+    )
+    further = 4 * (-(-100_000 // BLOCK) - 1)
+    assert gathers == [6 * k + further + 1 for k in (5000, 25_000)]
+
+
+def test_auto_takes_the_dense_way_where_gathering_costs_more():
+    sizes = {}
+    for size in (2, 4):
+        tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(axis_name="data"))
+        stacked = {"w": np.zeros((size, 1000))}
+        sizes[size] = set(OnMesh(tx, {"w": jnp.zeros(1000)}, size).sent(stacked))
+    assert sizes == {2: {"all-gather"}, 4: {"all-reduce"}}
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 5 * BLOCK), st.data())
+def test_positions_come_through(universe, data):
+    """Within blocks, their borders and empty blocks among them."""
+    near = st.sampled_from([BLOCK - 1, BLOCK, 2 * BLOCK, 4 * BLOCK - 1, 0, universe - 1])
+    places = st.one_of(st.integers(0, universe - 1), near.filter(lambda i: i < universe))
+    indices = sorted(data.draw(st.sets(places, max_size=30)))
+    values = jnp.asarray(np.arange(len(indices)), jnp.float32)
+    sparse = gx.Sparse(values, jnp.asarray(indices, jnp.int32), (universe,), "float32")
+    packing = _Packing([sparse])
+    [found] = packing.decode(packing.encode(jnp.asarray(True)))
+    assert found.indices.tolist() == indices
+    assert found.values.tolist() == values.tolist()
+
+
+def in_shard_map(fn, axes=("data",), *, check_vma=True):
+    """`fn` on a gradient of ones on every device of a mesh."""
+    shape = (2,) * len(axes)
+    mesh = jax.make_mesh(shape, axes, devices=jax.devices()[: 2 ** len(axes)])
+    mapped = jax.shard_map(
+        lambda x: fn(x[0]), mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=check_vma
+    )
+    rows = np.arange(2 ** len(axes) * 3.0, dtype=np.float32).reshape(-1, 3)
+    return mapped(jax.device_put(rows, jax.NamedSharding(mesh, P(axes))))
+
+
+def test_one_axis_of_two():
+    tx = gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce(axis_name="replica", algorithm="gather"))
+
+    def step(grads):
+        updates, _ = tx.update([grads], tx.init([grads]))
+        return jax.lax.pcast(updates[0], "replica", to="varying")[None]
+
+    found = in_shard_map(step, ("replica", "shard"))
+    rows = np.arange(12.0).reshape(4, 3)
+    np.testing.assert_array_equal(found, (rows + rows[[2, 3, 0, 1]]) / 2)
+
+
+def test_an_axis_that_is_not_there_is_refused_naming_those_that_are():
+    tx = gx.allreduce(axis_name="batch")
+    with pytest.raises(ValueError, match=r"'batch'\): no axis of that name; the axes here are 'd"):
+        in_shard_map(lambda x: tx.update([x], tx.init([x]))[0][0])
+    with pytest.raises(ValueError, match=r"there is no axis here .*inside jax.shard_map"):
+        tx.update([jnp.ones(3)], tx.init([jnp.ones(3)]))
+
+
+def test_an_exchange_without_an_axis_inside_a_mesh_is_refused():
+    tx = gx.allreduce()
+    with pytest.raises(ValueError, match=r"write|such as allreduce\(axis_name='data'\)"):
+        in_shard_map(lambda x: tx.update([x], tx.init([x]))[0][0])
+
+
+def test_gradients_that_jax_has_summed_are_refused():
+    tx = gx.allreduce(axis_name="data")
+
+    def loss(params, x):
+        return (params * x).sum()
+
+    def summed(x):
+        grads = jax.grad(loss)(jnp.ones(3), x)
+        return tx.update([grads], tx.init([grads]))[0][0]
+
+    def own(x):
+        grads = jax.grad(loss)(jax.lax.pcast(jnp.ones(3), "data", to="varying"), x)
+        return jax.lax.pcast(tx.update([grads], tx.init([grads]))[0][0], "data", to="varying")
+
+    with pytest.raises(ValueError, match=r"the same on all devices along 'data': .*to='varying'"):
+        in_shard_map(summed)
+    rows = np.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(in_shard_map(own), np.tile(rows.mean(0), 2))
+
+
+def test_vmap_over_a_named_axis_is_a_simulation():
+    tx = gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce(axis_name="data"))
+    rows = np.random.default_rng(0).normal(size=(3, 1000)).astype(np.float32)
+
+    def step(grads):
+        return tx.update({"w": grads}, tx.init({"w": grads}))[0]["w"]
+
+    found = np.asarray(jax.vmap(step, axis_name="data")(rows))
+    kept = np.where(np.abs(rows) >= np.sort(np.abs(rows))[:, -100, None], rows, 0)
+    np.testing.assert_allclose(found, np.tile(kept.mean(0), (3, 1)), atol=1e-7)
+
+
+def test_alone_without_an_axis():
+    tx = gx.chain(gx.unscale(), gx.topk(0.1), gx.ef(), gx.allreduce())
+    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=50), jnp.float32)}
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads), loss_scale=2.0)
+    assert int((updates["w"] != 0).sum()) == 5
+    np.testing.assert_allclose(updates["w"] + state.residual["w"], grads["w"] / 2, rtol=1e-6)
+
+
+def test_torch_tensors_are_refused_where_an_axis_is_named():
+    tx = gx.allreduce(axis_name="data")
+
+    def step(x):
+        return tx.update([torch.ones(3)], tx.init([torch.ones(3)]))[0][0]
+
+    with pytest.raises(TypeError, match=r"for torch tensors write allreduce\(\)"):
+        in_shard_map(step)
+
+
+def test_jax_arrays_are_refused_between_torch_ranks():
+    def rank(i):
+        tx = gx.allreduce()
+        with pytest.raises(TypeError, match=r"write allreduce\(axis_name=\.\.\.\)"):
+            tx.update([jnp.ones(3)], tx.init([jnp.ones(3)]))
+        return True
+
+    assert run_ranks(2, rank) == [True, True]
+
+
+def test_torch_beside_jax_is_refused():
+    tx = gx.allreduce()
+    with pytest.raises(TypeError, match="1 of 2 leaves are torch tensors, the others JAX arrays"):
+        tx.update([torch.ones(3), jnp.ones(3)], tx.init([torch.ones(3), jnp.ones(3)]))
+
+
+def test_group_and_axis_exclude_each_other():
+    with pytest.raises(ValueError, match="a group is for torch tensors, an axis for JAX arrays"):
+        gx.allreduce(MeshAxis, axis_name="data")
+
+
+def test_axis_is_in_the_code_and_the_fingerprint():
+    assert repr(gx.allreduce(axis_name="data")) == "gx.allreduce(axis_name='data')"
+    assert gx.allreduce(axis_name="a").fingerprint != gx.allreduce(axis_name="b").fingerprint
+
+
+def test_mesh_of_one_device():
+    on_mesh = OnMesh(chain_of("topk", axis_name="data"), zeros(), 1)
+    tree = gradients(0, 1, 1)[0]
+    expected, _ = on_threads(chain_of("topk"), [tree], 1, [1.0])[0]
+    assert worst(on_mesh.step(tree), expected[0]) == 0
+    assert mesh_of(1).size == 1
