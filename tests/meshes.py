@@ -1,7 +1,5 @@
 """Chains on a mesh of forced CPU devices, and what their compiled programs send."""
 
-import re
-
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -9,18 +7,7 @@ jnp = jax.numpy
 P = jax.sharding.PartitionSpec
 
 import gradtx as gx  # noqa: E402
-
-ITEMSIZE = {
-    "pred": 1,
-    "u8": 1,
-    "s8": 1,
-    "u16": 2,
-    "bf16": 2,
-    "f16": 2,
-    "s32": 4,
-    "f32": 4,
-    "f64": 8,
-}
+from gradtx.bench.hlo import collective_bytes  # noqa: E402
 
 
 def mesh_of(size):
@@ -75,21 +62,4 @@ class OnMesh:
         """By collective, the bytes that one device puts into it."""
         arguments = laid_out(self.mesh, stacked), self.state, jnp.float32(1.0)
         text = self.update.lower(*arguments).compile().as_text()
-        return collectives(text, self.mesh.size)
-
-
-def collectives(hlo, size):
-    """By name, the bytes that one device puts into the collectives of a compiled program."""
-    total = {}
-    pattern = (
-        r"= (.+?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
-    )
-    for types, name in re.findall(pattern, hlo):
-        nbytes = 0
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", types):
-            count = 1
-            for length in filter(None, shape.split(",")):
-                count *= int(length)
-            nbytes += count * ITEMSIZE[dtype]
-        total[name] = total.get(name, 0) + (nbytes // size if name == "all-gather" else nbytes)
-    return total
+        return collective_bytes(text, self.mesh.size)

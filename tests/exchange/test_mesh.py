@@ -14,8 +14,9 @@ from gradtx.testing import run_ranks
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
+from gradtx.bench.hlo import collective_bytes  # noqa: E402
 from gradtx.exchange.mesh import BLOCK, MeshAxis, _Packing  # noqa: E402
-from meshes import OnMesh, P, collectives, laid_out, mesh_of  # noqa: E402
+from meshes import OnMesh, P, laid_out, mesh_of  # noqa: E402
 
 INF, NAN = np.inf, np.nan
 SHAPES = {"bn1": {"weight": (5,)}, "s": (), "w": (30, 70)}
@@ -245,7 +246,9 @@ def test_a_schedule_has_a_program_for_each_value():
     arguments = laid_out(on_mesh.mesh, stacked), on_mesh.state, jnp.float32(1.0)
     text = on_mesh.update.lower(*arguments).compile().as_text()
     gathers = sorted(
-        collectives(line, 2)["all-gather"] for line in text.splitlines() if " all-gather(" in line
+        collective_bytes(line, 2)["all-gather"]
+        for line in text.splitlines()
+        if " all-gather(" in line
     )
     further = 4 * (-(-100_000 // BLOCK) - 1)
     assert gathers == [6 * k + further + 1 for k in (5000, 25_000)]
