@@ -71,6 +71,16 @@ class TestCustomLoop:
         assert sent == 0
 
 
+class TestMesh:
+    def test_four_devices_learn_from_a_twentieth_of_the_bytes(self) -> None:
+        out = python(str(ROOT / "examples" / "jax_mesh.py"), "--epochs", "10")
+        found = re.findall(r"^(\w+) +([\d.]+) % right +([\d,]+) bytes", out, re.MULTILINE)
+        assert [name for name, _, _ in found] == ["dense", "compressed"]
+        (dense, compressed) = (int(sent.replace(",", "")) for _, _, sent in found)
+        assert all(float(right) > 94 for _, right, _ in found)
+        assert dense / compressed > 20
+
+
 class TestDemo:
     def test_quick_form_trains_both_chains(self, tmp_path: Path) -> None:
         path = tmp_path / "results.json"

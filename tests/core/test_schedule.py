@@ -284,3 +284,45 @@ def test_under_jit_the_error_says_why():
     assert sent(tx, 3, tree) == [10, 10, 5]
     with pytest.raises(TypeError, match=r"sizes follow from the step, which is not known"):
         jax.jit(tx.update)(tree, tx.init(tree))
+
+
+def test_what_cannot_be_traced_is_said_where_it_is_written():
+    jax = pytest.importorskip("jax")
+    tree = {"w": jax.numpy.ones(20)}
+    tx = gx.chain(gx.topk(gx.Schedule(halves, (0.5, 0.05))), gx.ef(), gx.allreduce())
+    with pytest.raises(TypeError, match=r"gx\.Schedule\(halves, .*\) cannot be followed under jax"):
+        jax.jit(tx.update)(tree, tx.init(tree))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gx.warmup_density([0.5, 0.25, 0.1], 1),
+        gx.Schedule(lambda step: 0.5 / (1 + step), (0.5, 0.25, 0.5 / 3), "falling"),
+    ],
+    ids=repr,
+)
+def test_under_jit_a_chain_follows_it(schedule):
+    jax = pytest.importorskip("jax")
+    tx = gx.chain(gx.unscale(), gx.topk(schedule), gx.ef(), gx.allreduce())
+    rows = grads(20)["w"].numpy()
+    tree, update = {"w": jax.numpy.asarray(rows)}, jax.jit(tx.update)
+    state, bad = tx.init(tree), {"w": jax.numpy.full(20, jax.numpy.inf, "float32")}
+    found = []
+    for number in range(4):
+        updates, state = update(bad if number == 1 else tree, state, loss_scale=1.0)
+        found.append(int((updates["w"] != 0).sum()))
+    assert found == [10, 0, 5, round(20 * schedule.values[2])]
+    assert update._cache_size() == 1
+
+
+def test_two_schedules_under_jit_follow_each_their_own():
+    jax = pytest.importorskip("jax")
+    outer, inner = gx.warmup_density([1.0, 0.5], 1), gx.warmup_density([0.5, 0.25, 1.0], 1)
+    tx = gx.chain(gx.topk(outer), gx.topk(inner), gx.ef(), gx.allreduce())
+    tree = {"w": jax.numpy.asarray(grads(16)["w"].numpy())}
+    state, found = tx.init(tree), []
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)(tree, state)
+        found.append(int((updates["w"] != 0).sum()))
+    assert found == [8, 2, 8]
