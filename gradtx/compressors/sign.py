@@ -112,6 +112,7 @@ def sign_quantize(
         gives="votes" if majority_vote else "signs",
         # A vote is wrong on average as well, but by design: no feedback can make up for it.
         biased=not majority_vote,
+        homogeneous=not majority_vote,
         contraction=not majority_vote,
         feedback=feedback,
     )
