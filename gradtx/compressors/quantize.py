@@ -92,6 +92,7 @@ def quantize(
         takes=frozenset({"dense", "sparse"} | ({"padded"} if bits > 1 else set())),
         gives="codes",
         biased=not stochastic,
+        homogeneous=not stochastic,
         contraction=error_bound(bits, block, norm, stochastic=stochastic) < 1.0,
         feedback=bool(feedback),
     )

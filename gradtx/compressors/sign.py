@@ -38,16 +38,18 @@ class Votes(Payload):
 
     Attributes:
         bits: uint8 ``[ceil(n / 8)]``: a set bit is a value of at least zero, lowest bit first.
+        unit: ``[1]``: one; not sent. A gate makes zero of it, and so of the votes.
     """
 
-    children = ("bits",)
+    children = ("bits", "unit")
+    codecs = {"unit": "local"}  # noqa: RUF012
     bits: Array
+    unit: Array
 
     def decode(self) -> Array:
         """1 and -1."""
         ops = backends.of(self.bits)
-        votes = ops.cast(ops.unpack_bits(self.bits, self.size), self.dtype)
-        return 2 * votes - 1
+        return ops.where(ops.unpack_bits(self.bits, self.size), self.unit, -self.unit)
 
     def combined(self, total: Array) -> Array:
         """The sign of the sum of the votes: 1, -1, or 0 for a tie."""
@@ -110,6 +112,7 @@ def sign_quantize(
         gives="votes" if majority_vote else "signs",
         # A vote is wrong on average as well, but by design: no feedback can make up for it.
         biased=not majority_vote,
+        homogeneous=not majority_vote,
         contraction=not majority_vote,
         feedback=feedback,
     )
@@ -135,7 +138,8 @@ def _encode(flat: Array, shape: tuple[int, ...]) -> Payload:
 
 def _vote(flat: Array, shape: tuple[int, ...]) -> Payload:
     ops = backends.of(flat)
-    return Votes(ops.pack_bits(flat >= 0), shape, ops.dtype_name(flat))
+    dtype = ops.dtype_name(flat)
+    return Votes(ops.pack_bits(flat >= 0), ops.zeros((1,), dtype, flat) + 1, shape, dtype)
 
 
 sign = sign_quantize

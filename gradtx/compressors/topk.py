@@ -112,6 +112,7 @@ def topk_sparsify(
         takes=frozenset({"dense", "sparse"}),
         gives="sparse" if values == "float32" else "codes",
         biased=True,
+        homogeneous=values == "float32",
         stateful=isinstance(ratio, Schedule),
         feedback=feedback,
     )

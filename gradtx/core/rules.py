@@ -75,7 +75,9 @@ def _second_unscale(flow: Flow) -> Iterator[tuple[int, ...]]:
 def _not_linear_before_unscale(flow: Flow) -> Iterator[tuple[int, ...]]:
     for unscale in flow.where(Kind.UNSCALE)[:1]:
         for i, stage in enumerate(flow.stages[:unscale]):
-            if stage.stateful or not stage.linear:
+            # A compressor whose error nobody keeps, and that gives the same times the scale.
+            scale_free = stage.homogeneous and not stage.feedback
+            if stage.stateful or not (stage.linear or scale_free):
                 yield (i, unscale)
 
 
@@ -222,8 +224,8 @@ RULES: tuple[Rule, ...] = (
         "GX306",
         "feedback over a contraction",
         _feedback_over_no_contraction,
-        "{0} stands over {1}, which is no contraction or not linear over the ranks: the residual "
-        "would grow without bound",
+        "{0} stands over {1}, which is no contraction or not linear over the ranks: what it "
+        "leaves out may be more than it is given, and the residual grow without bound",
         "leave {0} out, or choose arguments of {1} with which it is biased and a contraction",
     ),
     Rule(

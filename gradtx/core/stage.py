@@ -52,13 +52,15 @@ class Stage:
         kind: what it does to the stream.
         arguments: its hyperparameters.
         linear: it commutes with scaling and with the sum over ranks.
+        homogeneous: of what is not linear: it commutes with scaling by a positive number all the
+            same, and hands on what is not finite.
         stateful: what it does depends on earlier steps.
         needs_reduced: it wants the gradient of all ranks, not of one.
         takes: the forms it accepts (``"dense"``, or the form of a payload); only dense by default.
         gives: the form that leaves a compressor.
         biased: a compressor that is wrong on average, and that error feedback can make up for.
         contraction: the error of a compressor is smaller than its input, and what the exchange
-            makes of it is linear: without both, feedback would let the residual grow without bound.
+            makes of it is linear: without both, the residual may outgrow what it is the rest of.
         feedback: false where the user wrote ``feedback=False``: goes without, on purpose.
         over: of a feedback, how many stages directly to its left it holds; None for the whole run.
         module: the prefix its name is printed with.
@@ -69,6 +71,7 @@ class Stage:
     kind: Kind = Kind.TRANSFORM
     arguments: tuple[Argument, ...] = ()
     linear: bool = False
+    homogeneous: bool = False
     stateful: bool = False
     needs_reduced: bool = False
     takes: frozenset[str] = field(default=frozenset({"dense"}))

@@ -222,6 +222,8 @@ class _Packing:
 
 
 def _encoded(field: Field) -> Iterator[Array]:
+    if field.local:
+        return
     if field.universe is None:
         yield field.array
         return
@@ -233,6 +235,8 @@ def _encoded(field: Field) -> Iterator[Array]:
 
 
 def _forms(field: Field) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if field.local:
+        return
     if field.universe is None:
         yield tuple(field.array.shape), field.array.dtype
         return
@@ -242,6 +246,8 @@ def _forms(field: Field) -> Iterator[tuple[tuple[int, ...], Any]]:
 
 
 def _decoded(field: Field, parts: Sequence[Array]) -> Array:
+    if field.local:
+        return field.array
     if field.universe is None:
         return parts[0]
     indices = parts[0].astype(field.array.dtype)

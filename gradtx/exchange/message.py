@@ -1,8 +1,9 @@
 """From payloads to the segments of one message, and back.
 
 All sizes follow from the payloads' static shapes, so they are the same on all ranks. Whole numbers
-declared as ``"index"`` go through the index code, over the flat index space of all leaves; all
-other arrays of one dtype go as their bytes, one after the other.
+declared as ``"index"`` go through the index code, over the flat index space of all leaves; what is
+declared as ``"local"`` is the same on all ranks and is not sent; all other arrays of one dtype go
+as their bytes, one after the other.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class Field:
 
     Attributes:
         array: what is sent; on the receiving side, an array of the same shape and dtype.
-        universe: for an index field, the number of positions; None for plain bytes.
+        universe: for an index field, the number of positions; None for others.
+        local: whether it is not sent.
     """
 
     array: Array
     universe: int | None
+    local: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +40,7 @@ class Field:
         count = backends.size(self.array)
         if self.universe is not None:
             return indices_nbytes(count, self.universe)
-        return count * int(self.array.dtype.itemsize)
+        return 0 if self.local else count * int(self.array.dtype.itemsize)
 
 
 def fields(payload: Payload) -> Iterator[Field]:
@@ -47,7 +50,8 @@ def fields(payload: Payload) -> Iterator[Field]:
         if isinstance(child, Payload):
             yield from fields(child)
         elif backends.is_array(child):
-            yield Field(child, payload.size if payload.codecs.get(name) == "index" else None)
+            codec = payload.codecs.get(name)
+            yield Field(child, payload.size if codec == "index" else None, codec == "local")
 
 
 def payload_nbytes(payload: Payload) -> int:
@@ -66,7 +70,7 @@ class Packing:
         self._payloads = list(payloads)
         self._fields = [field for payload in payloads for field in fields(payload)]
         self._index = [i for i, f in enumerate(self._fields) if f.universe is not None]
-        plain = [i for i, f in enumerate(self._fields) if f.universe is None]
+        plain = [i for i, f in enumerate(self._fields) if f.universe is None and not f.local]
         dtypes = sorted({self._fields[i].array.dtype for i in plain}, key=str)
         self._plain = [
             (dtype, [i for i in plain if self._fields[i].array.dtype == dtype]) for dtype in dtypes
@@ -106,7 +110,7 @@ class Packing:
         Raises:
             WireFormatError: if an index lies outside its leaf.
         """
-        arrays: list[Any] = [None] * len(self._fields)
+        arrays: list[Any] = [f.array if f.local else None for f in self._fields]
         for (dtype, which), segment in zip(self._plain, segments, strict=False):
             flat = segment.view(dtype)
             parts = flat.split([self._fields[i].array.numel() for i in which])

@@ -25,6 +25,7 @@ import torch
 
 from gradtx.core.chain import Chain
 from gradtx.core.payload import Joined, Member, Payload, decode_leaves
+from gradtx.core.rules import Flow
 from gradtx.core.stage import Kind
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import PyTree, accumulation_dtype, flatten, flatten_with_paths
@@ -89,29 +90,53 @@ def nothing_lost(tx: Transformation, **options: Unpack[Options]) -> None:
     """L2: results so far + mean residual = mean gradients so far (sums for ``op="sum"``).
 
     The residual is what the state has in fields of the name `residual`. Waived where a stage says
-    ``feedback=False``. An unbiased compressor without feedback is not checked: the law holds for it
-    in expectation only. Nor is `momentum_correction`, which keeps and sends velocities: for it the
-    law speaks of their sums.
+    ``feedback=False``. An unbiased compressor that no feedback is over is not checked: the law
+    holds for it in expectation only. For `momentum_correction`, which keeps and sends velocities,
+    the law speaks of their sums; with ``clip`` it is not checked.
     """
     case = Case(tx, **options)
-    fed_back = case.has(Kind.FEEDBACK)
-    compressors = [stage for stage in case.stages if stage.lossy]
-    holds = all(stage.feedback and (stage.biased or fed_back) for stage in compressors)
-    holds = holds and not any(stage.hyperparameters.get("m") for stage in case.stages)
-    for size in case.sizes if holds else ():
+    momentum = max((stage.hyperparameters.get("m", 0.0) for stage in case.stages), default=0.0)
+    for size in case.sizes if _accounts_for_all(case) else ():
         given, true = case.entering(case.draw(size))
         traces = trace(case.subject, case.wide, given, size)
         sums, masses = _zeros(case), _zeros(case)
         results = [_zeros(case) for _ in traces]
         for number, step in enumerate(true):
-            sums = _added(sums, _reduced(case, step.gradients))
-            masses = _added(masses, _magnitudes(case, step.gradients))
+            carried = [
+                _carried(case, momentum, gradients, one.states[number])
+                for gradients, one in zip(step.gradients, traces, strict=True)
+            ]
+            sums = _added(sums, _reduced(case, (*step.gradients, *carried), len(traces)))
+            masses = _added(masses, _magnitudes(case, (*step.gradients, *carried)))
             residuals = [_residual(case, one.states[number + 1]) for one in traces]
             left, scale = _reduced(case, residuals), _added(masses, _magnitudes(case, residuals))
             for rank, one in enumerate(traces):
                 results[rank] = _added(results[rank], _decoded(one.outputs[number]))
                 where = f"rank {rank} of {size}, after step {number}: results + mean residual"
                 _same_sums(case, "L2", where, _added(results[rank], left), sums, scale)
+
+
+def _accounts_for_all(case: Case) -> bool:
+    """Whether what the compressors leave out is in the residuals, and not lost or noise."""
+    flow = Flow(case.stages)
+    fed_back = {i for f in flow.where(Kind.FEEDBACK) for i in flow.covered(f)}
+    clipped = any(case.stages[f].hyperparameters.get("clip") for f in flow.where(Kind.FEEDBACK))
+    return not clipped and all(
+        stage.feedback and (stage.biased or i in fed_back)
+        for i, stage in enumerate(case.stages)
+        if stage.lossy
+    )
+
+
+def _carried(case: Case, momentum: float, gradients: PyTree, state: Any) -> Leaves:
+    """The old velocity's part in the new one; a leaf without a gradient keeps its velocity."""
+    total = _zeros(case)
+    for velocity in _fields(state, "velocity"):
+        total = _added(total, flatten(velocity)[0])
+    return [
+        None if gradient is None or leaf is None else momentum * leaf
+        for gradient, leaf in zip(flatten(gradients)[0], total, strict=True)
+    ]
 
 
 def protected_leaves(tx: Transformation, **options: Unpack[Options]) -> None:
@@ -155,24 +180,30 @@ def bad_step_leaves_no_trace(tx: Transformation, **options: Unpack[Options]) -> 
     """L5: on a bad step every rank gives zeros, no state but counters moves, no byte is added.
 
     Counters are 0-d integers and bools. Every leaf has its bad step, on each rank in turn; a step
-    whose sum over ranks overflows is one too, unless compressors leave out so much that it does
-    not. A chain of stateless linear stages without `unscale` is not gated, and exempt.
+    whose sum over ranks overflows is one too, unless compressors, or stages of unknown meaning,
+    leave out so much that it does not. A chain of stateless linear stages without `unscale` is not
+    gated, and exempt.
     """
     case = Case(tx, **options)
+    reduces = case.lossy or case.has(Kind.TRANSFORM)
     for size in case.sizes if case.gated else ():
-        good, bad = case.draw(size), bad_steps(case.draw(size)[-1], case.params)
+        good, spoilt = case.draw(size), bad_steps(case.draw(size)[-1], case.params)
         too_large = overflowing_steps(case.params, size) if case.exchange is not None else []
-        spoilt = len(bad)
-        bad += [step for step in too_large if not _is_finite(case, step)]
-        steps = [*good, *bad, good[-1]]
+        steps, start, end = [*good, *spoilt, good[-1]], len(good), len(good) + len(spoilt)
+        for step in too_large:
+            steps += [] if _is_finite(case, step) else [step, good[-1]]
         for rank, one in enumerate(trace(case.tx, case.params, steps, size)):
-            for number in range(len(good), len(good) + len(bad)):
-                out, sent, usual = one.outputs[number], one.sent[number], one.sent[-1]
-                where = f"rank {rank} of {size}, bad step {number - len(good)}"
+            for number in (*range(start, end), *range(end + 1, len(steps), 2)):
+                out, sent = one.outputs[number], one.sent[number]
+                if reduces and number > end and _is_taken(out):
+                    continue
+                # The next good step: schedules go on with it as if there had been no bad one.
+                where, usual = (
+                    f"rank {rank} of {size}, bad step {number}",
+                    one.sent[max(number + 1, end)],
+                )
                 if sent != usual:
                     raise LawViolation("L5", f"{where}: {sent} bytes, {usual} in a good step")
-                if case.lossy and number >= len(good) + spoilt and _is_taken(out):
-                    continue
                 _all_zeros(where, out)
                 old, new = (_without_counters(one.states[i]) for i in (number, number + 1))
                 _same_bits("L5", f"{where}: the state", old, new)
@@ -326,12 +357,15 @@ def _added(total: Leaves, more: Leaves) -> Leaves:
     return [a if b is None else a + b.double() for a, b in zip(total, more, strict=True)]
 
 
-def _reduced(case: Case, trees: Sequence[PyTree]) -> Leaves:
-    """The mean over ranks in FP64, or the sum if that is what the exchange gives."""
+def _reduced(case: Case, trees: Sequence[PyTree], size: int | None = None) -> Leaves:
+    """The mean over ranks in FP64, or the sum if that is what the exchange gives.
+
+    `size` is how many ranks there are, by default as many as trees.
+    """
     total = _zeros(case)
     for tree in trees:
         total = _added(total, flatten(tree)[0])
-    divisor = 1 if "sum" in case.setting("op", "mean") else len(trees)
+    divisor = 1 if "sum" in case.setting("op", "mean") else size or len(trees)
     return [None if leaf is None else leaf / divisor for leaf in total]
 
 

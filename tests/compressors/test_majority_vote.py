@@ -149,6 +149,13 @@ def test_feedback_over_a_vote_loses_gradient():
     assert results[0][0] + mean_residual != pytest.approx((4.0 - 1.0 - 1.0) / 3)
 
 
+def test_a_bad_step_of_a_fragment_votes_for_nothing():
+    tx = gx.chain(gx.sign(majority_vote=True))
+    grads = {"w": torch.tensor([1.0, torch.inf])}
+    updates, _ = tx.update(grads, tx.init(grads))
+    assert torch.equal(updates["w"].decode(), torch.zeros(2))
+
+
 def test_mean_square_scale_is_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"^sign\(scale='rms'\): the root mean square is no contr"):
         gx.sign(scale="rms")

@@ -156,6 +156,7 @@ def test_check_false_builds_it_all_the_same(row):
         [gx.allreduce(), gx.unscale()],
         [scale, gx.unscale(), gx.allreduce()],
         [gx.unscale(), clip, gx.topk(0.5), gx.ef(), gx.allreduce()],
+        [plain_topk, plain_sign, gx.allreduce(), gx.unscale()],
         [gx.allreduce(), optax.clip_by_global_norm(1.0)],
         [optax.clip_by_global_norm(1.0)],
         [gx.topk(0.5), gx.ef(), gx.allreduce(), optax.sgd(0.1)],

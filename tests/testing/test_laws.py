@@ -104,6 +104,18 @@ def test_l2_a_feedback_that_forgets():
     broken(gx.chain(forgetful, gx.allreduce()), "L2")
 
 
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_l2_speaks_of_velocities_behind_momentum(op):
+    momentum = gx.momentum_correction(0.5)
+    laws.nothing_lost(gx.chain(gx.topk(0.5), momentum, gx.allreduce(op=op)), params=PARAMS)
+    broken(unchecked(gx.topk(0.5), momentum, gx.sign(), gx.allreduce(op=op)), "L2")
+    broken(unchecked(gx.topk(0.5), gx.allreduce(op=op), gx.sign(), momentum), "L2")
+
+
+def test_l2_holds_in_expectation_only_behind_the_feedback():
+    laws.nothing_lost(gx.chain(gx.topk(0.5), gx.ef(), gx.natural(), gx.allreduce()), params=PARAMS)
+
+
 def test_l2_is_waived_where_that_is_written():
     laws.nothing_lost(gx.chain(gx.topk(0.5, feedback=False), gx.allreduce()), params=PARAMS)
 
