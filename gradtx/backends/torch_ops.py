@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradtx.backends.digits import write_digits
 from gradtx.backends.selection import largest_magnitudes
 from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
@@ -42,6 +43,26 @@ def ravel(x: torch.Tensor) -> torch.Tensor:
 def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`x` in another shape of the same size, in C order."""
     return x.reshape(shape)
+
+
+def digits(data: torch.Tensor, base: int, count: int) -> torch.Tensor:
+    """The `count` lowest digits of bytes in a base, uint8 ``[count, n]``, the lowest first."""
+    rows = data.new_empty(count, data.shape[0])
+    if base & (base - 1) == 0:
+        width = base.bit_length() - 1
+        for i, row in enumerate(rows):
+            torch.bitwise_right_shift(data, i * width, out=row).bitwise_and_(base - 1)
+        return rows
+    if data.device.type == "cpu":
+        write_digits(data.numpy(), base, rows.numpy())
+        return rows
+    rest = data.to(torch.int32)
+    for row in rows:
+        # What `rest // base` is for numbers below 256, and several times faster.
+        quotient = (rest * -(-512 // base)) >> 9
+        row.copy_(rest - quotient * base)
+        rest = quotient
+    return rows
 
 
 def concat(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
