@@ -105,8 +105,11 @@ def known(condition: torch.Tensor) -> bool | None:
     return bool(condition) if condition.device.type == "cpu" else None
 
 
-def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def where(
+    condition: torch.Tensor, a: torch.Tensor | float, b: torch.Tensor | float
+) -> torch.Tensor:
     """`a` where the condition holds, else `b`, element by element; no host sync."""
+    a, b = (_beside(x, condition) if isinstance(x, torch.Tensor) else x for x in (a, b))
     return torch.where(condition, a, b)
 
 
@@ -269,7 +272,7 @@ def total_norm(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def concrete(count: torch.Tensor) -> int | None:
-    """The value of a 0-d whole number; None if it is not known yet."""
+    """The value of a 0-d whole number, waiting for its device; None if it is not known yet."""
     return int(count)
 
 
@@ -277,13 +280,14 @@ def random_key(*words: int | torch.Tensor) -> torch.Tensor:
     """A 0-d int32 mixed from whole numbers, the same bits as on the JAX side.
 
     Args:
-        *words: Python numbers (taken modulo 2**32) or 0-d int32 tensors.
+        *words: Python numbers (taken modulo 2**32) or 0-d int32 tensors; the key is on the device
+            of these, so that none has to be read.
     """
     key = torch.zeros((), dtype=torch.int32)
     for word in words:
         if not isinstance(word, torch.Tensor):
             word = torch.tensor(_signed(word), dtype=torch.int32)
-        key = _mix(_mix(key ^ word.cpu()) + _signed(_GOLDEN))
+        key = _mix(_mix(_beside(key, word) ^ word) + _signed(_GOLDEN))
     return key
 
 
@@ -295,7 +299,7 @@ def random_bits(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
         n: how many, below 2**32.
         like: a tensor on the device to use.
     """
-    key = key.to(like.device)
+    key = _beside(key, like).to(like.device)
     counter = torch.arange(n, device=like.device).to(torch.int32)
     return _mix(_mix(counter.bitwise_xor_(key)).add_(_mix(key + _signed(_GOLDEN))))
 
@@ -313,6 +317,16 @@ _FLOATS = {"float32": (torch.int32, 23, 127), "float64": (torch.int64, 52, 1023)
 def _float_bits(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     kind, mantissa, bias = _FLOATS[dtype_name(x)]
     return x.view(kind), mantissa, bias
+
+
+def _beside(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`x`, on the device of `like` if it is a single number on the CPU.
+
+    It gets there as the argument of a kernel: a copy is waited for.
+    """
+    if x.device == like.device or x.dim() > 0 or x.device.type != "cpu":
+        return x
+    return torch.full((), x.item(), dtype=x.dtype, device=like.device)
 
 
 _GOLDEN = 0x9E3779B9
