@@ -68,6 +68,23 @@ def test_strided_bytes_unpack_like_their_copy():
     assert torch.equal(unpack_bits(data, 45), unpack_bits(data.contiguous(), 45))
 
 
+@given(st.binary(max_size=40), st.integers(0, 7))
+def test_any_bytes_unpack_to_their_bits(data, missing):
+    n = max(8 * len(data) - missing, 0)
+    bits = unpack_bits(torch.tensor(list(data), dtype=torch.uint8), n)
+    number = int.from_bytes(data, "little")
+    assert bits.tolist() == [bool(number >> i & 1) for i in range(n)]
+
+
+@given(st.integers(0, 63), st.integers(0, 40), st.data())
+def test_any_bytes_unpack_to_uints_of_their_width(width, count, data):
+    nbytes = (count * width + 7) // 8
+    drawn = data.draw(st.binary(min_size=nbytes, max_size=nbytes))
+    values = unpack_uints(torch.tensor(list(drawn), dtype=torch.uint8), count, width)
+    number = int.from_bytes(drawn, "little")
+    assert values.tolist() == [number >> i * width & (1 << width) - 1 for i in range(count)]
+
+
 def test_unpacking_ignores_padding_bits():
     assert unpack_bits(torch.tensor([0b11111010], dtype=torch.uint8), 3).tolist() == [
         False,
