@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -145,6 +146,26 @@ def test_packed_uints_fill_whole_bytes(case):
 def test_uints_come_back(case):
     values, width = case
     assert torch.equal(unpack_uints(pack_uints(values, width), len(values), width), values)
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 6, 31, 63])
+@pytest.mark.parametrize("count", [32_767, 32_768, 70_001])
+def test_many_uints_pack_like_their_bits(count, width):
+    values = torch.randint(2**62, (count,)) & (1 << width) - 1
+    bits = values.numpy()[:, None] >> np.arange(width) & 1
+    packed = pack_uints(values, width)
+    np.testing.assert_array_equal(
+        packed, np.packbits(bits.astype(bool).reshape(-1), bitorder="little")
+    )
+    assert torch.equal(unpack_uints(packed, count, width), values)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 13, 70_001])
+def test_uints_on_a_device_have_the_same_shapes(count):
+    values = torch.zeros(count, dtype=torch.int64, device="meta")
+    packed = pack_uints(values, 5)
+    assert packed.shape == ((5 * count + 7) // 8,)
+    assert unpack_uints(packed, count, 5).shape == (count,)
 
 
 def test_strided_uints_pack_like_their_copy():
