@@ -8,7 +8,7 @@ import sys
 import gradtx
 from gradtx.core.errors import ChainOrderError
 from gradtx.core.explain import explain, rules_table
-from gradtx.core.parse import parse
+from gradtx.core.parse import FAILURES, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def _explain(text: str | None) -> int:
     except ChainOrderError as error:
         print(error)
         return 1
-    except (ValueError, TypeError, NotImplementedError, MemoryError, RecursionError) as error:
+    except FAILURES as error:
         print(f"gradtx explain: {error}", file=sys.stderr)
         return 2
     return 0

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 from torch.nn import functional as F
 
 import gradtx as gx
+from gradtx.core.parse import FAILURES, parse
 from gradtx.files import file_to_write
 
 if TYPE_CHECKING:
@@ -41,19 +42,35 @@ if TYPE_CHECKING:
 BATCH = 64
 PEAK_LEARNING_RATE = 0.2
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-TIME_LIMIT = 900.0  # seconds, for the whole demo
+TIME_LIMIT = 450.0  # seconds, for all runs of a chain
 
 
-def chains(ratio: float) -> dict[str, gx.Chain]:
-    """The two ways to synchronise gradients that the demo compares.
+def chains(ratio: float, codes: Sequence[str] = ()) -> dict[str, gx.Chain]:
+    """The ways to synchronise gradients that the demo compares; the first one is dense.
 
     Args:
         ratio: the share of each compressed leaf's values to send, in (0, 1].
+        codes: other chains, as text, in the place of the compressed one.
     """
-    return {
-        "dense": gx.chain(gx.unscale(), gx.allreduce()),
-        "compressed": gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(ratio), gx.ef(), gx.allreduce()),
-    }
+    compressed = [chain_from(code) for code in codes] or [
+        gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(ratio), gx.ef(), gx.allreduce())
+    ]
+    names = ["compressed", *(f"compressed {i + 1}" for i in range(1, len(compressed)))]
+    dense = gx.chain(gx.unscale(), gx.allreduce())
+    return {"dense": dense, **dict(zip(names, compressed, strict=True))}
+
+
+def chain_from(code: str) -> gx.Chain:
+    """The chain that a text stands for.
+
+    Raises:
+        ValueError: if it is none, or has no exchange.
+    """
+    parsed = parse(code, {name: getattr(gx, name) for name in gx.__all__})
+    tx = parsed if isinstance(parsed, gx.Chain) else gx.chain(parsed)
+    if tx.exchange is None:
+        raise ValueError(f"{tx.code()} exchanges nothing: end it with allreduce()")
+    return tx
 
 
 def network() -> nn.Sequential:
@@ -213,6 +230,17 @@ class Settings:
     seeds: int
     epochs: int
     ratio: float
+    chains: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many chains are compared."""
+        return 1 + max(1, len(self.chains))
+
+    @property
+    def compared(self) -> dict[str, gx.Chain]:
+        """What is compared, by name."""
+        return chains(self.ratio, self.chains)
 
 
 # What rank 0 tells the parent: after each epoch what is on, and each run once it has ended.
@@ -240,7 +268,7 @@ def rank_main(rank: int, settings: Settings, rendezvous: str, outbox: Any) -> No
 
     data = Digits.load()
     for seed in range(settings.seeds):
-        for name, tx in chains(settings.ratio).items():
+        for name, tx in settings.compared.items():
             on_epoch = partial(tell, f"{name}, seed {seed + 1} of {settings.seeds}")
             tell(train(name, tx, data, seed, settings.epochs, on_epoch))
     dist.destroy_process_group()
@@ -250,10 +278,11 @@ def run_ranks(settings: Settings) -> Generator[Message, None, None]:
     """Starts the ranks and hands on what rank 0 tells; no rank outlives this generator.
 
     Raises:
-        TimeoutError: if they take longer than `TIME_LIMIT`.
+        TimeoutError: if they take longer than `TIME_LIMIT` a chain.
         ProcessException: if a rank fails; with its traceback, if it has raised.
     """
-    deadline = time.monotonic() + TIME_LIMIT
+    limit = TIME_LIMIT * settings.count
+    deadline = time.monotonic() + limit
     inbox = get_context("spawn").SimpleQueue()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -265,7 +294,7 @@ def run_ranks(settings: Settings) -> Generator[Message, None, None]:
             while not inbox.empty():
                 yield inbox.get()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the ranks have not ended in {TIME_LIMIT:.0f} s")
+                raise TimeoutError(f"the ranks have not ended in {limit:.0f} s")
 
 
 @contextmanager
@@ -290,11 +319,12 @@ def collect(settings: Settings, console: Console) -> list[Run]:
     from rich.progress import Progress
 
     runs: list[Run] = []
+    steps = settings.count * settings.seeds * settings.epochs
     with (
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
         closing(run_ranks(settings)) as messages,
     ):
-        task = progress.add_task("starting", total=2 * settings.seeds * settings.epochs)
+        task = progress.add_task("starting", total=steps)
         for message in messages:
             if isinstance(message, str):
                 progress.update(task, advance=1, description=message)
@@ -349,7 +379,7 @@ def summarise(settings: Settings, runs: list[Run]) -> dict[str, Summary]:
     """The runs summed up by chain."""
     return {
         name: Summary.of(tx.code(), [run for run in runs if run.chain == name])
-        for name, tx in chains(settings.ratio).items()
+        for name, tx in settings.compared.items()
     }
 
 
@@ -377,20 +407,23 @@ def with_spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.2f}{spread} %"
 
 
-def difference(summaries: dict[str, Summary]) -> float:
-    """How many points of accuracy the compressed runs have over the dense ones."""
-    return summaries["compressed"].mean - summaries["dense"].mean
+def differences(summaries: dict[str, Summary]) -> dict[str, float]:
+    """How many points of accuracy the runs of each other chain have over the dense ones."""
+    dense = summaries["dense"].mean
+    return {name: s.mean - dense for name, s in summaries.items() if name != "dense"}
 
 
 def write_json(
     path: Path, settings: Settings, summaries: dict[str, Summary], identical: bool
 ) -> None:
     """Writes all results to a file."""
+    points = differences(summaries)
     rows = {name: {**vars(s), "ratio": s.ratio} for name, s in summaries.items()}
     results = {
         **vars(settings),
+        "ratio": None if settings.chains else settings.ratio,
         "chains": rows,
-        "difference_points": difference(summaries),
+        "difference_points": points if settings.chains else points["compressed"],
         "replicas_identical": identical,
     }
     path.write_text(json.dumps(results, indent=2) + "\n")
@@ -406,7 +439,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=whole_number(1), help="training runs a chain (3; with --quick 1)")
     add("--epochs", type=whole_number(1), help="epochs a run (15; with --quick 4)")
     add("--ranks", type=whole_number(2, BATCH // 4), default=2, help="processes (2)")
-    add("--ratio", type=float, default=0.01, help="share of values that topk sends (0.01)")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--ratio", type=float, default=0.01, help="share of values that topk sends (0.01)"
+    )
+    either.add_argument(
+        "--chain",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help='compare this one with dense, such as "chain(unscale(), sign(), ef(), allreduce())"; '
+        "several if given again",
+    )
     add("--quick", action="store_true", help="a short run, for CI")
     add("--json", type=file_to_write, metavar="FILE", help="write all results to FILE")
 
@@ -437,7 +481,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         require_extras()
         settings = settings_from(args)
-    except (ImportError, ValueError) as error:
+    except (ImportError, *FAILURES) as error:
         return complain(error, 2)
     try:
         return report(settings, args.json)
@@ -462,10 +506,13 @@ def require_extras() -> None:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """The settings that the options ask for."""
-    chains(args.ratio)  # refuses a ratio that topk cannot take
+    """The settings that the options ask for, once they have been tried on one process."""
+    for tx in chains(args.ratio, args.chain).values():
+        gx.Pipeline(tx, network(), scaler=torch.amp.GradScaler("cpu"))
     seeds, epochs = (1, 4) if args.quick else (3, 15)
-    return Settings(args.ranks, args.seeds or seeds, args.epochs or epochs, args.ratio)
+    return Settings(
+        args.ranks, args.seeds or seeds, args.epochs or epochs, args.ratio, tuple(args.chain)
+    )
 
 
 def report(settings: Settings, json_path: Path | None) -> int:
@@ -478,8 +525,11 @@ def report(settings: Settings, json_path: Path | None) -> int:
     summaries = summarise(settings, runs)
     identical = all(run.identical for run in runs)
     console.print(table(summaries))
+    against = (
+        f"{name} against dense: {x:+.2f} points" for name, x in differences(summaries).items()
+    )
     console.print(
-        f"compressed against dense: {difference(summaries):+.2f} points; "
+        f"{'; '.join(against)}; "
         f"replicas identical: {'yes' if identical else 'NO'} "
         f"(ranks: {settings.ranks}, seeds: {settings.seeds}, {time.perf_counter() - start:.0f} s)",
         soft_wrap=True,

@@ -94,6 +94,50 @@ class TestDemo:
         assert dense["ratio"] == pytest.approx(1, rel=0.01)
         assert compressed["ratio"] > 45
 
+    def test_other_chains_take_the_place_of_the_compressed_one(self, tmp_path: Path) -> None:
+        path = tmp_path / "results.json"
+        given = [
+            "gx.chain(gx.unscale(), gx.sign(), gx.ef(), gx.allreduce())",
+            "gx.chain(gx.unscale(), gx.skip_bn(), gx.quantize(4), gx.allreduce())",
+        ]
+        options = [word for code in given for word in ("--chain", code)]
+        out = python("-m", "gradtx", "demo", "--quick", *options, "--json", str(path))
+        assert "replicas identical: yes" in out
+        results = json.loads(path.read_text())
+        dense, *others = results["chains"].values()
+        assert [row["chain"] for row in others] == given
+        for (name, points), row in zip(results["difference_points"].items(), others, strict=True):
+            assert f"{name} against dense: {points:+.2f} points" in out
+            assert points == pytest.approx(row["accuracy"][0] - dense["accuracy"][0])
+            assert row["accuracy"][0] > 94
+        assert results["ratio"] is None
+        sign, quantize = others
+        assert sign["ratio"] > 30
+        assert quantize["ratio"] > 7
+
+    @pytest.mark.parametrize(
+        ("code", "complaint"),
+        [
+            ("chain(", "not a chain: 'chain(' ('(' was never closed)"),
+            ("chain(topq(0.01))", "unknown name 'topq'"),
+            ("chain(unscale(), sign(), allreduce())", "this chain breaks 1 rule:"),
+            ("sign(feedback=False)", "gx.chain(gx.sign(feedback=False)) exchanges nothing"),
+            ("chain(sign(), ef(), allreduce())", "the chain has no unscale()"),
+        ],
+    )
+    def test_bad_chain_is_refused_before_anything_starts(
+        self, code: str, complaint: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["demo", "--chain", code]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("gradtx demo: ")
+        assert complaint in err
+
+    def test_a_chain_has_its_own_ratio(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["demo", "--ratio", "0.1", "--chain", "allreduce()"])
+        assert "argument --chain: not allowed with argument --ratio" in capsys.readouterr().err
+
     def test_no_rank_outlives_one_that_fails(self) -> None:
         settings = demo.Settings(ranks=2, seeds=1, epochs=1, ratio=2.0)
         with pytest.raises(ProcessException, match="topk"):

@@ -208,6 +208,17 @@ def top_k(x: Array, k: int) -> Array:
     return jnp.sort(jax.lax.top_k(jnp.abs(x), k)[1], -1)
 
 
+def digits(data: Array, base: int, count: int) -> Array:
+    """The `count` lowest digits of bytes in a base, uint8 ``[count, n]``, the lowest first."""
+    rows, rest = [], data.astype("int32")
+    for _ in range(count):
+        # What `rest // base` is for numbers below 256.
+        quotient = (rest * -(-512 // base)) >> 9
+        rows.append((rest - quotient * base).astype("uint8"))
+        rest = quotient
+    return jnp.stack(rows)
+
+
 def pack_bits(bits: Array) -> Array:
     """Eight bools of the last axis to a byte, lowest bit first."""
     return jnp.packbits(bits, axis=-1, bitorder="little")

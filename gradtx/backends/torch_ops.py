@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from gradtx.backends.digits import write_digits
 from gradtx.backends.selection import largest_magnitudes
 from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
@@ -44,6 +45,26 @@ def ravel(x: torch.Tensor) -> torch.Tensor:
 def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`x` in another shape of the same size, in C order."""
     return x.reshape(shape)
+
+
+def digits(data: torch.Tensor, base: int, count: int) -> torch.Tensor:
+    """The `count` lowest digits of bytes in a base, uint8 ``[count, n]``, the lowest first."""
+    rows = data.new_empty(count, data.shape[0])
+    if base & (base - 1) == 0:
+        width = base.bit_length() - 1
+        for i, row in enumerate(rows):
+            torch.bitwise_right_shift(data, i * width, out=row).bitwise_and_(base - 1)
+        return rows
+    if data.device.type == "cpu":
+        write_digits(data.numpy(), base, rows.numpy())
+        return rows
+    rest = data.to(torch.int32)
+    for row in rows:
+        # What `rest // base` is for numbers below 256, and several times faster.
+        quotient = (rest * -(-512 // base)) >> 9
+        row.copy_(rest - quotient * base)
+        rest = quotient
+    return rows
 
 
 def concat(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -86,8 +107,11 @@ def known(condition: torch.Tensor) -> bool | None:
     return bool(condition) if condition.device.type == "cpu" else None
 
 
-def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def where(
+    condition: torch.Tensor, a: torch.Tensor | float, b: torch.Tensor | float
+) -> torch.Tensor:
     """`a` where the condition holds, else `b`, element by element; no host sync."""
+    a, b = (_beside(x, condition) if isinstance(x, torch.Tensor) else x for x in (a, b))
     return torch.where(condition, a, b)
 
 
@@ -250,7 +274,7 @@ def total_norm(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def concrete(count: torch.Tensor) -> int | None:
-    """The value of a 0-d whole number; None if it is not known yet."""
+    """The value of a 0-d whole number, waiting for its device; None if it is not known yet."""
     return int(count)
 
 
@@ -268,13 +292,14 @@ def random_key(*words: int | torch.Tensor) -> torch.Tensor:
     """A 0-d int32 mixed from whole numbers, the same bits as on the JAX side.
 
     Args:
-        *words: Python numbers (taken modulo 2**32) or 0-d int32 tensors.
+        *words: Python numbers (taken modulo 2**32) or 0-d int32 tensors; the key is on the device
+            of these, so that none has to be read.
     """
     key = torch.zeros((), dtype=torch.int32)
     for word in words:
         if not isinstance(word, torch.Tensor):
             word = torch.tensor(_signed(word), dtype=torch.int32)
-        key = _mix(_mix(key ^ word.cpu()) + _signed(_GOLDEN))
+        key = _mix(_mix(_beside(key, word) ^ word) + _signed(_GOLDEN))
     return key
 
 
@@ -286,7 +311,7 @@ def random_bits(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
         n: how many, below 2**32.
         like: a tensor on the device to use.
     """
-    key = key.to(like.device)
+    key = _beside(key, like).to(like.device)
     counter = torch.arange(n, device=like.device).to(torch.int32)
     return _mix(_mix(counter.bitwise_xor_(key)).add_(_mix(key + _signed(_GOLDEN))))
 
@@ -304,6 +329,16 @@ _FLOATS = {"float32": (torch.int32, 23, 127), "float64": (torch.int64, 52, 1023)
 def _float_bits(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     kind, mantissa, bias = _FLOATS[dtype_name(x)]
     return x.view(kind), mantissa, bias
+
+
+def _beside(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`x`, on the device of `like` if it is a single number on the CPU.
+
+    It gets there as the argument of a kernel: a copy is waited for.
+    """
+    if x.device == like.device or x.dim() > 0 or x.device.type != "cpu":
+        return x
+    return torch.full((), x.item(), dtype=x.dtype, device=like.device)
 
 
 _GOLDEN = 0x9E3779B9

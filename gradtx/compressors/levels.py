@@ -100,11 +100,4 @@ def unpack(data: Array, n: int, base: int) -> Array:
     ops, per_byte = backends.of(data), PER_BYTE[base]
     if per_byte == 1:
         return data
-    rest = ops.cast(data, "int32")
-    digits = []
-    for _ in range(per_byte):
-        # What `rest // base` is for numbers below 256, and several times faster.
-        quotient = (rest * -(-512 // base)) >> 9
-        digits.append(ops.cast(rest - quotient * base, "uint8"))
-        rest = quotient
-    return ops.concat(digits)[:n]
+    return ops.ravel(ops.digits(data, base, per_byte))[:n]

@@ -6,6 +6,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+# What `parse` raises, and the factories that it calls.
+FAILURES = (ValueError, TypeError, NotImplementedError, MemoryError, RecursionError)
+
 
 def parse(text: str, names: Mapping[str, Any]) -> Any:
     """The value of an expression of calls, names, literals and the operators & | ~.

@@ -108,8 +108,11 @@ class Packing:
         """Payloads like those given at construction, with the arrays that the segments hold.
 
         Raises:
-            WireFormatError: if an index lies outside its leaf.
+            WireFormatError: if a segment is of another size, or an index lies outside its leaf.
         """
+        found = [segment.numel() for segment in segments]
+        if found != self.sizes:
+            raise WireFormatError(f"segments have {found} bytes, expected {self.sizes}")
         arrays: list[Any] = [f.array if f.local else None for f in self._fields]
         for (dtype, which), segment in zip(self._plain, segments, strict=False):
             flat = segment.view(dtype)

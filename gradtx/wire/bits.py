@@ -13,6 +13,8 @@ from torch import Tensor
 
 MAX_WIDTH = 63
 
+_BLOCK = 1 << 15  # integers
+
 # A word holds eight bytes of 0 or 1. Multiplied by this, byte i lands on bit 56 + i: it needs a
 # shift by 56 - 7i, and as all 64 partial products fall on different bits, nothing carries.
 _GATHER = 0x0102040810204080
@@ -89,7 +91,8 @@ def pack_uints(values: Tensor, width: int) -> Tensor:
     _require_vector(values, "values")
     _require_width(width)
     octets = values.contiguous().view(torch.uint8).view(-1, 8)[:, : _bytes_of(width)]
-    return pack_bits(unpack_bits(octets, width).reshape(-1))
+    parts = octets.split(_block_of(octets))
+    return torch.cat([pack_bits(unpack_bits(part, width).reshape(-1)) for part in parts])
 
 
 def unpack_uints(data: Tensor, count: int, width: int) -> Tensor:
@@ -117,10 +120,18 @@ def unpack_uints(data: Tensor, count: int, width: int) -> Tensor:
     if count < 0:
         raise ValueError(f"count must not be negative, but it is {count}")
     _require_nbytes(data.numel(), count * width, f"{count} values of {width} bits")
-    octets = pack_bits(unpack_bits(data, count * width).view(count, width))
-    words = octets.new_zeros(count, 8)
-    words[:, : octets.shape[1]] = octets
+    words = data.new_zeros(count, 8)
+    block = _block_of(words)
+    parts = data.split(max(block * width // 8, 1))
+    for part, rows in zip(parts, words.split(block), strict=False):  # no bits, no parts
+        bits = unpack_bits(part, len(rows) * width).view(len(rows), width)
+        rows[:, : _bytes_of(width)] = pack_bits(bits)
     return words.view(torch.int64).view(count)
+
+
+def _block_of(rows: Tensor) -> int:
+    """How many rows to treat at once, a multiple of 8: on a CPU, what stays in the cache."""
+    return _BLOCK if rows.device.type == "cpu" else 8 * max(_bytes_of(len(rows)), 1)
 
 
 def _bytes_of(bits: int) -> int:

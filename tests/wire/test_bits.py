@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -68,6 +69,23 @@ def test_strided_bytes_unpack_like_their_copy():
     assert torch.equal(unpack_bits(data, 45), unpack_bits(data.contiguous(), 45))
 
 
+@given(st.binary(max_size=40), st.integers(0, 7))
+def test_any_bytes_unpack_to_their_bits(data, missing):
+    n = max(8 * len(data) - missing, 0)
+    bits = unpack_bits(torch.tensor(list(data), dtype=torch.uint8), n)
+    number = int.from_bytes(data, "little")
+    assert bits.tolist() == [bool(number >> i & 1) for i in range(n)]
+
+
+@given(st.integers(0, 63), st.integers(0, 40), st.data())
+def test_any_bytes_unpack_to_uints_of_their_width(width, count, data):
+    nbytes = (count * width + 7) // 8
+    drawn = data.draw(st.binary(min_size=nbytes, max_size=nbytes))
+    values = unpack_uints(torch.tensor(list(drawn), dtype=torch.uint8), count, width)
+    number = int.from_bytes(drawn, "little")
+    assert values.tolist() == [number >> i * width & (1 << width) - 1 for i in range(count)]
+
+
 def test_unpacking_ignores_padding_bits():
     assert unpack_bits(torch.tensor([0b11111010], dtype=torch.uint8), 3).tolist() == [
         False,
@@ -128,6 +146,26 @@ def test_packed_uints_fill_whole_bytes(case):
 def test_uints_come_back(case):
     values, width = case
     assert torch.equal(unpack_uints(pack_uints(values, width), len(values), width), values)
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 6, 31, 63])
+@pytest.mark.parametrize("count", [32_767, 32_768, 70_001])
+def test_many_uints_pack_like_their_bits(count, width):
+    values = torch.randint(2**62, (count,)) & (1 << width) - 1
+    bits = values.numpy()[:, None] >> np.arange(width) & 1
+    packed = pack_uints(values, width)
+    np.testing.assert_array_equal(
+        packed, np.packbits(bits.astype(bool).reshape(-1), bitorder="little")
+    )
+    assert torch.equal(unpack_uints(packed, count, width), values)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 13, 70_001])
+def test_uints_on_a_device_have_the_same_shapes(count):
+    values = torch.zeros(count, dtype=torch.int64, device="meta")
+    packed = pack_uints(values, 5)
+    assert packed.shape == ((5 * count + 7) // 8,)
+    assert unpack_uints(packed, count, 5).shape == (count,)
 
 
 def test_strided_uints_pack_like_their_copy():

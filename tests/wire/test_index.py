@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from damage import as_bytes, as_tensor, damaged
 from gradtx.wire import WireFormatError, decode_indices, encode_indices, indices_nbytes
 
 universes = st.one_of(st.integers(1, 300), st.integers(1, 2**63 - 1))
@@ -135,6 +137,39 @@ def test_a_flipped_bit_is_refused_or_valid(case, data):
     if encoded.numel():
         encoded[data.draw(st.integers(0, encoded.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert_refused_or_valid(encoded, len(indices), universe)
+
+
+@given(selections(), st.data())
+def test_damaged_indices_are_refused_or_valid(case, data):
+    indices, universe = case
+    encoded = as_bytes(encode_indices(indices, universe))
+    assert_refused_or_valid(as_tensor(data.draw(damaged(encoded))), len(indices), universe)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that is made, in bytes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if torch.is_tensor(out):
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("byte", [0, 85, 255])
+@pytest.mark.parametrize(("count", "universe"), [(1000, 2**62), (1000, 4000), (3, 80_000)])
+def test_memory_follows_from_the_bytes_whatever_they_are(byte, count, universe):
+    data = torch.full((indices_nbytes(count, universe),), byte, dtype=torch.uint8)
+    with Largest() as largest, pytest.raises(WireFormatError):
+        decode_indices(data, count, universe)
+    assert 0 < largest.nbytes <= 8 * (data.numel() + count)
+
+
+def test_a_count_that_the_bytes_cannot_back_is_refused():
+    with pytest.raises(WireFormatError, match="encoded indices have 3 bytes, expected"):
+        decode_indices(torch.zeros(3, dtype=torch.uint8), 2**50, 2**62)
 
 
 @given(selections(), st.integers(-100, 100).filter(bool))

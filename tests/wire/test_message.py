@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from damage import as_bytes, as_tensor, damaged
 from gradtx.wire import (
     Header,
     WireFormatError,
@@ -148,6 +149,24 @@ def test_a_flipped_header_bit_is_refused_or_means_something_else(header, payload
     assert decoded != header
     assert decoded.fingerprint == header.fingerprint
     assert [bytes(part.tolist()) for part in parts] == payload
+
+
+@given(headers, payloads, st.data())
+def test_a_damaged_message_is_refused_or_valid(header, payload, data):
+    leaves, sizes = len(header.absent), as_sizes(payload)
+    sent = as_bytes(encode_message(header, as_segments(payload), "cpu"))
+    message = as_tensor(data.draw(damaged(sent)))
+    try:
+        decoded, parts = decode_message(message, leaves, sizes, header.fingerprint)
+    except WireFormatError:
+        return
+    assert torch.equal(encode_message(decoded, parts, "cpu"), message)
+
+
+@pytest.mark.parametrize(("leaves", "sizes"), [(3, [2**62, 2]), (2**32 - 1, [3, 2])])
+def test_sizes_that_the_bytes_cannot_back_are_refused(leaves, sizes):
+    with pytest.raises(WireFormatError, match="message has 40 bytes, expected"):
+        decode_message(a_message(), leaves, sizes, fingerprint=7)
 
 
 @pytest.mark.parametrize("size", [0, 31, 32, 39, 41, 48])
