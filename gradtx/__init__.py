@@ -37,6 +37,7 @@ from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
+from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
@@ -91,6 +92,8 @@ __all__ = [
     "skip_bn",
     "ternary",
     "threshold",
+    "to_jax",
+    "to_torch",
     "topk",
     "topk_sparsify",
     "unscale",
