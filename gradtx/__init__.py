@@ -39,6 +39,7 @@ from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
 from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.pipeline import Pipeline, SyncReport
+from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
 
@@ -70,6 +71,7 @@ __all__ = [
     "chain",
     "compressor",
     "declare",
+    "dynamic_loss_scale",
     "ef",
     "error_feedback",
     "explain",

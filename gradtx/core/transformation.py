@@ -25,6 +25,7 @@ from gradtx.core.tree import (
 InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
 SettleFn = Callable[[Any, Mapping[int, Payload]], Any]
+ConcludeFn = Callable[[Any, Array], Any]
 
 
 class EmptyState(NamedTuple):
@@ -86,6 +87,8 @@ class Transformation:
         parts: of a combinator, the transformations inside.
         settle: ``settle(state, payloads) -> state``, called after the exchange if there are
             payloads whose values are known only then, with those, by position of the leaf.
+        conclude: ``conclude(state, taken) -> state``, called once the gate to the right has
+            decided, with the 0-d bool of all ranks that says whether the step is taken.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
     """
 
@@ -98,12 +101,15 @@ class Transformation:
         stages: tuple[Stage, ...] | None = None,
         parts: tuple[Transformation, ...] = (),
         settle: SettleFn | None = None,
+        conclude: ConcludeFn | None = None,
         code: Callable[[bool], str] | None = None,
     ) -> None:
         self.stage = stage
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
         self.settle: SettleFn = settle or (lambda state, payloads: state)
+        self.conclude: ConcludeFn = conclude or (lambda state, taken: state)
+        self._needs_chain = stage.kind is Kind.EXCHANGE or conclude is not None
         self.setup: InitFn = init or (lambda params, info: EmptyState())
         self.step: UpdateFn = update
         self._code = code or (lambda local: stage.code(local=local))
@@ -137,7 +143,7 @@ class Transformation:
         Returns:
             A pytree of arrays.
         """
-        if self.stage.kind is Kind.EXCHANGE:
+        if self._needs_chain:
             return self._alone.init(params, info)
         return self.setup(*parameters_of(params, info))
 
@@ -155,7 +161,7 @@ class Transformation:
         Returns:
             The new updates, in the structure, shapes and dtypes of `updates`, and the new state.
         """
-        if self.stage.kind is Kind.EXCHANGE:
+        if self._needs_chain:
             return self._alone.update(updates, state, params, **extra)
         out, state = self.step(self._checked(updates), state, params, **extra)
         return cast_like(out, updates), state
@@ -166,7 +172,8 @@ class Transformation:
     @cached_property
     def _alone(self) -> Transformation:
         # Whatever talks to other ranks needs what a chain does: leaves matched by path, stand-ins
-        # for absent ones, and the word to the others when this rank fails.
+        # for absent ones, and the word to the others when this rank fails. Whatever waits for a
+        # gate's decision needs a gate.
         from gradtx.core.chain import Chain
 
         return Chain((self,))
