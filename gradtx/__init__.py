@@ -38,6 +38,7 @@ from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
 from gradtx.interop.dlpack import to_jax, to_torch
+from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.select import filter_params, skip_bn
@@ -76,6 +77,7 @@ __all__ = [
     "error_feedback",
     "explain",
     "filter_params",
+    "from_optax",
     "is_batch_norm",
     "is_bias",
     "is_matrix",
@@ -95,6 +97,7 @@ __all__ = [
     "ternary",
     "threshold",
     "to_jax",
+    "to_optax",
     "to_torch",
     "topk",
     "topk_sparsify",
