@@ -37,8 +37,11 @@ from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
+from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
+from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
+from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
 
@@ -70,10 +73,12 @@ __all__ = [
     "chain",
     "compressor",
     "declare",
+    "dynamic_loss_scale",
     "ef",
     "error_feedback",
     "explain",
     "filter_params",
+    "from_optax",
     "is_batch_norm",
     "is_bias",
     "is_matrix",
@@ -93,6 +98,9 @@ __all__ = [
     "skip_bn",
     "ternary",
     "threshold",
+    "to_jax",
+    "to_optax",
+    "to_torch",
     "topk",
     "topk_sparsify",
     "unscale",

@@ -14,7 +14,7 @@ from gradtx.checkpoint import flatten_state, restore_state
 from gradtx.core.chain import Chain, telling_others
 from gradtx.core.errors import ChainOrderError, RankMismatchError
 from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
-from gradtx.core.stage import Kind
+from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, flat
 from gradtx.core.tree import (
     Layout,
@@ -69,7 +69,8 @@ class Pipeline:
     Raises:
         ChainOrderError: if a payload comes out at the end (GX404), or there are several ranks and
             no exchange (GX405).
-        ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`.
+        ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`, or a
+            `dynamic_loss_scale` as well.
         TypeError: if a parameter is no floating-point tensor, or the scaler no GradScaler.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
 
@@ -228,7 +229,14 @@ class Pipeline:
         return self._state
 
     def _check_scaler(self) -> None:
-        if self._scaler is not None and self._scaler.enabled and not _has_unscale(self.tx):
+        if self._scaler is None or not self._scaler.enabled:
+            return
+        if (own := _dynamic(self.tx)) is not None:
+            raise ValueError(
+                f"a GradScaler is given and the chain has {own}: two loss scales; leave the scaler "
+                "out and multiply the loss by pipe.state.loss_scale, or write unscale()"
+            )
+        if not _has_unscale(self.tx):
             raise ValueError(
                 "a GradScaler is given and the chain has no unscale(): the loss scale would stay "
                 f"in the gradients; write {Chain((unscale(), *self.tx.transformations)).code()}"
@@ -241,6 +249,13 @@ class Pipeline:
                 raise ValueError("the loss scale is the scaler's: leave loss_scale out")
             scale, finite = scaler.loss_scale(optimizers, self._parameters)
             return {"loss_scale": scale} if finite else {"loss_scale": scale, "finite": flag(False)}
+        if (own := _dynamic(self.tx)) is not None:
+            if given is not None:
+                raise ValueError(
+                    f"loss_scale is given and the chain has {own}: two loss scales; multiply the "
+                    "loss by pipe.state.loss_scale and leave the argument out"
+                )
+            return {}
         if not _has_unscale(self.tx):
             if given is not None:
                 raise ValueError("loss_scale is given and the chain has no unscale(): put it first")
@@ -334,6 +349,12 @@ def _refuse_shared(parameters: Tensors) -> None:
 
 def _has_unscale(tx: Chain) -> bool:
     return any(stage.kind is Kind.UNSCALE for stage in tx.stages)
+
+
+def _dynamic(tx: Chain) -> Stage | None:
+    """The stage that keeps a loss scale of its own, if there is one."""
+    unscales = (stage for stage in tx.stages if stage.kind is Kind.UNSCALE)
+    return next((stage for stage in unscales if stage.stateful), None)
 
 
 def _named(tree: PyTree, like: Mapping[str, Any] | None = None) -> dict[str, Any]:

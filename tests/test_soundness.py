@@ -173,6 +173,13 @@ def test_accepted_chain_keeps_the_laws_where_payloads_are_gathered(names):
     check_laws(tx, params=SMALL, steps=3, ranks=(2, 3), laws=["L2", "L3", "L4", "L5", "L7", "L8"])
 
 
+@pytest.mark.parametrize("names", [n for n in ACCEPTED if "unscale" in n], ids=" ".join)
+def test_a_loss_scale_that_adjusts_itself_keeps_the_laws(names):
+    own = gx.dynamic_loss_scale(8.0, growth_interval=2)
+    parts = [own if part.name == "unscale" else part for part in parts_of(names)]
+    check_laws(gx.chain(*parts), params=SMALL, steps=3)
+
+
 @pytest.mark.parametrize("names", ACCEPTED, ids=" ".join)
 @settings(max_examples=8)
 @given(data=st.data())

@@ -65,6 +65,12 @@ class ChainState(NamedTuple):
         return _residual(self.states)
 
     @property
+    def loss_scale(self) -> Array | None:
+        """What `dynamic_loss_scale` wants the next loss multiplied by; None without that stage."""
+        found = (s.loss_scale for s in self.states if "loss_scale" in getattr(s, "_fields", ()))
+        return next(found, None)
+
+    @property
     def last_finite(self) -> Array:
         """0-d bool: the last step was taken (always true for a chain that is not gated)."""
         if self.gate is not None:
@@ -248,7 +254,9 @@ def _rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
     """
     layout = state.layout
     zeros = _filled([None] * len(layout.leaves), state)
-    extra = {"context": replace(context, progress=Progress()), "loss_scale": 1.0}
+    extra: dict[str, Any] = {"context": replace(context, progress=Progress())}
+    if state.loss_scale is None:
+        extra["loss_scale"] = 1.0
     try:
         return arriving(tx.core, unflatten(layout.treespec, zeros), state.states, extra)
     except Exception:  # The stage that fails on the gradients may fail on zeros too.

@@ -111,6 +111,9 @@ def run(
         updates, state = part.step(updates, state, params, **extra)
         if part.stage.kind is Kind.EXCHANGE:
             new = settled(parts[: len(new)], new, extra["context"].progress.settled)
+        if isinstance(part, Gate):
+            before = zip(parts[: len(new)], new, strict=True)
+            new = [left.conclude(own, state.last_finite) for left, own in before]
         new.append(state)
     return updates, tuple(new)
 
@@ -462,6 +465,11 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
     for part in parts:
         if isinstance(part, Bare):
             part.refuse_in("apply_if_finite")
+        if part.stage.kind is Kind.UNSCALE and part.stage.stateful:
+            raise ValueError(
+                f"apply_if_finite({part.code()}, ...): it waits for what the gate decides and has "
+                f"to stand before it; write chain({part.code()}, ...)"
+            )
     return gate(parts)
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from gradtx.core.foreign import name_of, settings_of
 from gradtx.core.payload import Payload
-from gradtx.core.stage import Argument, Kind, Stage
+from gradtx.core.stage import Kind, Stage
 from gradtx.core.tree import (
     Array,
     Info,
@@ -19,12 +20,15 @@ from gradtx.core.tree import (
     arranged_like,
     cast_like,
     checked,
+    map_leaves,
     parameters_of,
+    widen,
 )
 
 InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
 SettleFn = Callable[[Any, Mapping[int, Payload]], Any]
+ConcludeFn = Callable[[Any, Array], Any]
 
 
 class EmptyState(NamedTuple):
@@ -88,6 +92,8 @@ class Transformation:
         parts: of a combinator, the transformations inside.
         settle: ``settle(state, payloads) -> state``, called after the exchange if there are
             payloads whose values are known only then, with those, by position of the leaf.
+        conclude: ``conclude(state, taken) -> state``, called once the gate to the right has
+            decided, with the 0-d bool of all ranks that says whether the step is taken.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
     """
 
@@ -100,12 +106,15 @@ class Transformation:
         stages: tuple[Stage, ...] | None = None,
         parts: tuple[Transformation, ...] = (),
         settle: SettleFn | None = None,
+        conclude: ConcludeFn | None = None,
         code: Callable[[bool], str] | None = None,
     ) -> None:
         self.stage = stage
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
         self.settle: SettleFn = settle or (lambda state, payloads: state)
+        self.conclude: ConcludeFn = conclude or (lambda state, taken: state)
+        self._needs_chain = stage.kind is Kind.EXCHANGE or conclude is not None
         self.setup: InitFn = init or (lambda params, info: EmptyState())
         self.step: UpdateFn = update
         self._code = code or (lambda local: stage.code(local=local))
@@ -139,7 +148,7 @@ class Transformation:
         Returns:
             A pytree of arrays.
         """
-        if self.stage.kind is Kind.EXCHANGE:
+        if self._needs_chain:
             return self._alone.init(params, info)
         return self.setup(*parameters_of(params, info))
 
@@ -157,7 +166,7 @@ class Transformation:
         Returns:
             The new updates, in the structure, shapes and dtypes of `updates`, and the new state.
         """
-        if self.stage.kind is Kind.EXCHANGE:
+        if self._needs_chain:
             return self._alone.update(updates, state, params, **extra)
         out, state = self.step(self._checked(updates), state, params, **extra)
         return cast_like(out, updates), state
@@ -168,7 +177,8 @@ class Transformation:
     @cached_property
     def _alone(self) -> Transformation:
         # Whatever talks to other ranks needs what a chain does: leaves matched by path, stand-ins
-        # for absent ones, and the word to the others when this rank fails.
+        # for absent ones, and the word to the others when this rank fails. Whatever waits for a
+        # gate's decision needs a gate.
         from gradtx.core.chain import Chain
 
         return Chain((self,))
@@ -244,10 +254,15 @@ def declare(
 ) -> Transformation:
     """Says what a foreign transformation (an optax one, say) needs, so that `chain` can place it.
 
+    It sees parameters and gradients in FP32 (FP64 for FP64 leaves), in `init` too: so its state is
+    in FP32 from the start, and no hyperparameter is rounded to 16 bits, where 0.999 is 1. All extra
+    arguments of `update` are passed on to it, if it takes any.
+
     Args:
         obj: anything with `init(params)` and `update(updates, state, params=None)`.
         name: what to print; by default the name of the function that made it. The numbers and
-            strings that it was made with are printed too, and ranks compare them.
+            strings that it was made with are printed too, and ranks compare them; those of all its
+            parts, if it is an `optax.chain`.
         linear: it commutes with scaling and with the sum over ranks.
         stateful: what it does depends on earlier steps.
         needs_reduced: it wants the gradient of all ranks.
@@ -271,44 +286,37 @@ def declare(
             "update(updates, state, params=None); did you forget to call a factory?"
         )
     stage = Stage(
-        name or _name_of(update),
+        name or name_of(update),
         Kind.TRANSFORM,
-        tuple(Argument(key, value, None) for key, value in _settings(update).items()),
+        settings_of(update),
         identity=obj,
         linear=linear,
         stateful=stateful,
         needs_reduced=needs_reduced,
         module="",
     )
-    parameters = inspect.signature(update).parameters.values()
-    takes_extra = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_extra = takes_any_keyword(update)
+
+    def setup(params: PyTree, info: Info | None) -> Any:
+        return init(map_leaves(widen, params))
 
     def step(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        extra.pop("context", None)
+        updates = map_leaves(widen, updates)
+        params = None if params is None else map_leaves(widen, params)
         out, state = update(updates, state, params, **(extra if takes_extra else {}))
         # It may hand on another container, or the same one in another order.
         return arranged_like(out, updates), state
 
-    return Transformation(stage, lambda params, info: init(params), step)
+    return Transformation(stage, setup, step)
 
 
-def _settings(update: Any) -> dict[str, Any]:
-    """The plain values that a foreign `update` closes over, or its object holds, by name."""
-    owner = getattr(update, "__self__", None)
-    found = {} if owner is None else dict(getattr(owner, "__dict__", {}))
-    closure = inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
-    return {
-        key: value
-        for key, value in sorted({**found, **closure}.items())
-        if isinstance(value, (bool, int, float, str)) and not key.startswith("_")
-    }
-
-
-def _name_of(update: Any) -> str:
-    qualname = getattr(update, "__qualname__", type(update).__name__)
-    first: str = qualname.split(".")[0]
-    return first
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Whether a function takes keyword arguments that it does not name."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def finite_flag(extra: Mapping[str, Any], ops: Any) -> Array:

@@ -35,6 +35,7 @@ from gradtx.testing.trace import (
     Case,
     Options,
     Step,
+    arguments,
     bad_steps,
     enlarged,
     overflowing_steps,
@@ -72,17 +73,22 @@ def meaning(tx: Transformation, **options: Unpack[Options]) -> None:
 
 
 def scale_freedom(tx: Transformation, **options: Unpack[Options]) -> None:
-    """L1: result and state do not depend on the loss scale, a power of two, nor on its changes."""
+    """L1: result and state do not depend on the loss scale, a power of two, nor on its changes.
+
+    A chain with a loss scale of its own is compared with one that has an `unscale` in its place;
+    give it a power of two to begin with that no gradient below one overflows with.
+    """
     case = Case(tx, **options)
     for size in case.sizes if case.unscales else ():
         steps = case.draw(size)
-        plain, other = (trace(case.tx, case.params, s, size) for s in (steps, scaled(steps)))
+        plain = trace(case.plain, case.params, steps, size)
+        other = trace(case.tx, case.params, scaled(steps), size)
         for rank, (one, two) in enumerate(zip(plain, other, strict=True)):
             for number in range(len(steps)):
                 scale = SCALES[number % len(SCALES)]
                 where = f"loss scale {scale:g} for 1, rank {rank} of {size}, step {number}"
                 _same_bits("L1", f"{where}: the result", one.outputs[number], two.outputs[number])
-                old, new = one.states[number + 1], two.states[number + 1]
+                old, new = (case.scaleless(t.states[number + 1]) for t in (one, two))
                 _same_bits("L1", f"{where}: the state", old, new)
 
 
@@ -179,10 +185,10 @@ def replicas_agree(tx: Transformation, **options: Unpack[Options]) -> None:
 def bad_step_leaves_no_trace(tx: Transformation, **options: Unpack[Options]) -> None:
     """L5: on a bad step every rank gives zeros, no state but counters moves, no byte is added.
 
-    Counters are 0-d integers and bools. Every leaf has its bad step, on each rank in turn; a step
-    whose sum over ranks overflows is one too, unless compressors, or stages of unknown meaning,
-    leave out so much that it does not. A chain of stateless linear stages without `unscale` is not
-    gated, and exempt.
+    Counters are 0-d integers and bools; a loss scale that adjusts itself may fall, not grow. Every
+    leaf has its bad step, on each rank in turn; a step whose sum over ranks overflows is one too,
+    unless compressors, or stages of unknown meaning, leave out so much that it does not. A chain of
+    stateless linear stages without `unscale` is not gated, and exempt.
     """
     case = Case(tx, **options)
     reduces = case.lossy or case.has(Kind.TRANSFORM)
@@ -205,7 +211,9 @@ def bad_step_leaves_no_trace(tx: Transformation, **options: Unpack[Options]) -> 
                 if sent != usual:
                     raise LawViolation("L5", f"{where}: {sent} bytes, {usual} in a good step")
                 _all_zeros(where, out)
-                old, new = (_without_counters(one.states[i]) for i in (number, number + 1))
+                before, after = one.states[number], one.states[number + 1]
+                _check_scale(where, before, after)
+                old, new = (_without_counters(case.scaleless(s)) for s in (before, after))
                 _same_bits("L5", f"{where}: the state", old, new)
 
 
@@ -223,11 +231,12 @@ def _purity(case: Case, steps: Sequence[Step], size: int, rank: int) -> None:
     state = case.tx.init(case.params)
     for number, step in enumerate(steps):
         where = f"rank {rank} of {size}, step {number}"
-        given = (step.gradients[rank], state, case.params)
+        gradients, extra = arguments(step, rank, state)
+        given = (gradients, state, case.params)
         before = _copy(given)
-        first = case.tx.update(*given, loss_scale=step.loss_scale)
+        first = case.tx.update(*given, **extra)
         kept = _copy(first)
-        second = case.tx.update(*given, loss_scale=step.loss_scale)
+        second = case.tx.update(*given, **extra)
         names = ("gradients", "state", "parameters")
         for name, old, new in zip(names, before, given, strict=True):
             _same_bits("L7", f"{where}: update writes into the {name}", old, new)
@@ -448,6 +457,12 @@ def _without_counters(state: Any) -> Leaves:
         return isinstance(leaf, (bool, int))
 
     return [leaf for leaf in _tensors(state)[1] if not is_counter(leaf)]
+
+
+def _check_scale(where: str, before: Any, after: Any) -> None:
+    old, new = before.loss_scale, after.loss_scale
+    if old is not None and not 0 < float(new) <= float(old):
+        raise LawViolation("L5", f"{where}: the loss scale is {new}, {old} before")
 
 
 def _is_finite(case: Case, step: Step) -> bool:

@@ -15,6 +15,7 @@ from gradtx.core.transformation import Transformation, flat
 from gradtx.core.tree import PyTree, flatten, flatten_with_paths, map_leaves, unflatten, widen
 from gradtx.exchange.group import find_group
 from gradtx.testing.ranks import run_ranks
+from gradtx.transforms.unscale import unscale
 
 # Powers of two of at least one: no 16-bit gradient below becomes infinite or loses bits by them.
 SCALES = (1024.0, 1.0, 8.0, 2048.0, 2.0)
@@ -73,15 +74,26 @@ def trace(tx: Transformation, params: PyTree, steps: Sequence[Step], size: int) 
         out = Trace([], [tx.init(params)], [])
         for step in steps:
             before = group.sent
-            updates, state = tx.update(
-                step.gradients[i], out.states[-1], params, loss_scale=step.loss_scale
-            )
+            gradients, extra = arguments(step, i, out.states[-1])
+            updates, state = tx.update(gradients, out.states[-1], params, **extra)
             out.outputs.append(updates)
             out.states.append(state)
             out.sent.append(group.sent - before)
         return out
 
     return run_ranks(size, rank)
+
+
+def arguments(step: Step, rank: int, state: Any) -> tuple[PyTree, dict[str, Any]]:
+    """The gradients of a rank, and the extra arguments, as the chain with this state wants them.
+
+    One with a loss scale of its own is given gradients that are multiplied by that one.
+    """
+    own = getattr(state, "loss_scale", None)
+    if own is None:
+        return step.gradients[rank], {"loss_scale": step.loss_scale}
+    factor = float(own) / step.loss_scale
+    return map_leaves(lambda leaf: leaf * factor, step.gradients[rank]), {}
 
 
 def default_params() -> dict[str, Any]:
@@ -143,6 +155,20 @@ class Case:
         """The values of a hyperparameter of the exchanges."""
         exchanges = [stage for stage in self.stages if stage.kind is Kind.EXCHANGE]
         return {stage.hyperparameters.get(name, default) for stage in exchanges}
+
+    @property
+    def plain(self) -> Chain:
+        """The chain with an `unscale` in the place of a `dynamic_loss_scale`."""
+        dynamic = [p.stage.kind is Kind.UNSCALE and p.stage.stateful for p in self.parts]
+        if not any(dynamic):
+            return self.tx
+        pairs = zip(self.parts, dynamic, strict=True)
+        return Chain([unscale() if own else part for part, own in pairs])
+
+    def scaleless(self, state: Any) -> tuple[Any, ...]:
+        """The state without that of a `dynamic_loss_scale`."""
+        parts = zip(self.tx.core, state.states, strict=True)
+        return tuple(own for part, own in parts if part.stage.kind is not Kind.UNSCALE)
 
     @property
     def local(self) -> Chain:

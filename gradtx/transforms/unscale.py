@@ -47,7 +47,7 @@ def unscale() -> Transformation:
         **extra: Any,
     ) -> tuple[PyTree, EmptyState]:
         scale = _checked(loss_scale)
-        return map_leaves(lambda leaf: _divide(leaf, scale), updates), state
+        return map_leaves(lambda leaf: divide(leaf, scale, "unscale"), updates), state
 
     return Transformation(Stage("unscale", Kind.UNSCALE, linear=True), None, update)
 
@@ -74,9 +74,19 @@ def _checked(scale: Any) -> Any:
     return scale
 
 
-def _divide(leaf: Any, scale: Any) -> Array:
+def divide(leaf: Any, scale: Any, name: str) -> Array:
+    """A dense leaf in its accumulation dtype, divided by the scale; NaN for an infinite scale.
+
+    Args:
+        leaf: an array.
+        scale: a number or a 0-d array.
+        name: of the stage that divides, for the error.
+
+    Raises:
+        TypeError: if the leaf is a payload.
+    """
     if isinstance(leaf, Payload):
-        raise TypeError(f"unscale() takes dense gradients only, got {leaf!r}: put it first")
+        raise TypeError(f"{name}() takes dense gradients only, got {leaf!r}: put it first")
     wide = widen(leaf)
     if backends.is_array(scale):
         ops = backends.of(scale)

@@ -1,0 +1,29 @@
+"""Packages that only some functions need."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def require(package: str, user: str) -> Any:
+    """The imported package.
+
+    Args:
+        package: ``"jax"`` or ``"optax"``.
+        user: what needs it, for the error.
+
+    Raises:
+        ImportError: saying how to install it, if it is not there.
+
+    Example:
+        >>> require("math", "this example").pi
+        3.14...
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"{user} needs {package}, which is not installed: pip install 'gradtx[jax]'",
+            name=package,
+        ) from error
