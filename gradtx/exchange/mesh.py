@@ -245,7 +245,7 @@ def _forms(field: Field) -> Iterator[tuple[tuple[int, ...], Any]]:
         yield (blocks,), jnp.int32
 
 
-def _decoded(field: Field, parts: Sequence[Array]) -> Array:
+def _decoded(field: Field, parts: Sequence[Array]) -> Any:
     if field.local:
         return field.array
     if field.universe is None:
