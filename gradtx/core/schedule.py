@@ -121,7 +121,7 @@ def warmup_density(densities: Sequence[float], steps_each: int) -> Schedule:
         The schedule.
 
     Raises:
-        TypeError: if a density is no float, or `steps_each` no int.
+        TypeError: if these are no floats in a sequence, or `steps_each` is no int.
         ValueError: if there are none, or `steps_each` is less than 1.
 
     References:
@@ -142,6 +142,10 @@ def warmup_density(densities: Sequence[float], steps_each: int) -> Schedule:
     if steps_each < 1:
         raise ValueError(
             f"warmup_density(steps_each={steps_each!r}): expected a whole number of 1 or more"
+        )
+    if isinstance(densities, str) or not isinstance(densities, Sequence):
+        raise TypeError(
+            f"warmup_density({densities!r}): expected several floats, such as [0.25, 0.01]"
         )
     values = tuple(densities)
     name = f"gx.warmup_density({list(values)}, {steps_each})"

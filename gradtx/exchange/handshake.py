@@ -25,6 +25,8 @@ _HEAD = struct.Struct("<4sHHQQQI")
 _MAGIC = b"GRTH"
 _VERSION = 1
 _NOTHING = ["nothing", "nothing"]
+# Of a chain and all its leaves, as JSON: that of a million leaves is shorter.
+_LONGEST = 2**28
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,18 @@ def _descriptions(
     own = json.dumps([code, leaves]).encode()
     lengths = group.all_gather(_bytes(struct.pack("<Q", len(own))))
     sizes = [struct.unpack("<Q", bytes(length.numpy()))[0] for length in lengths]
+    if max(sizes) > _LONGEST:
+        raise WireFormatError(f"descriptions of {max(sizes)} bytes: expected at most {_LONGEST}")
     texts = group.all_gather(_bytes(own.ljust(max(sizes), b" ")))
-    return [tuple(json.loads(bytes(text.numpy()))) for text in texts]
+    return [_description(bytes(text.numpy())) for text in texts]
+
+
+def _description(text: bytes) -> tuple[str, dict[str, list[str]]]:
+    try:
+        code, leaves = json.loads(text)
+        return str(code), {path: list(map(str, words)) for path, words in leaves.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise WireFormatError(f"malformed description {text[:80]!r}") from error
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -78,6 +78,11 @@ def test_equal_schedules_are_equal():
             "warmup_density(steps_each=1.5): expected a whole number of 1 or more",
         ),
         (
+            lambda: gx.warmup_density(0.001, 100),
+            TypeError,
+            "warmup_density(0.001): expected several floats, such as [0.25, 0.01]",
+        ),
+        (
             lambda: gx.warmup_density([], 1),
             ValueError,
             "Schedule(values=()): expected at least one",

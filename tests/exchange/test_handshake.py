@@ -584,6 +584,36 @@ def test_an_error_without_a_text_is_still_an_error():
     assert Hello.decode(forged(failed=1)).error == "unknown error"
 
 
+class Answers(Group):
+    """One of two ranks; the other gives these answers."""
+
+    size = 2
+
+    def __init__(self, *answers):
+        super().__init__()
+        self.answers = list(answers)
+
+    def _all_gather(self, message):
+        data = self.answers.pop(0).ljust(message.numel(), b" ")
+        return [message, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        ([struct.pack("<Q", 2**62)], f"descriptions of {2**62} bytes: expected at most"),
+        ([struct.pack("<Q", 9), b"not JSON"], "malformed description b'not JSON"),
+        ([struct.pack("<Q", 9), b"[1, 2]"], "malformed description"),
+        ([struct.pack("<Q", 9), b"\xff\xff"], "malformed description"),
+        ([struct.pack("<Q", 9), b'["a", {"b": 3}]'], "malformed description"),
+    ],
+)
+def test_a_difference_that_is_malformed_is_refused(answers, text):
+    hello = Hello(1, 2, 0).encode().numpy().tobytes()
+    with pytest.raises(WireFormatError, match=re.escape(text)):
+        agree(Answers(hello, *answers), Context(layout_of([torch.zeros(1)]), "chain"), 0)
+
+
 class Noise(Spy):
     """A link that changes one byte of what rank 1 gathers, from its second message on."""
 
