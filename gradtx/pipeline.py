@@ -32,6 +32,7 @@ from gradtx.interop.amp import ScalerAdapter
 from gradtx.transforms.unscale import unscale
 
 Tensors = dict[str, torch.Tensor]
+_C_ORDER = torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -387,7 +388,9 @@ def _broadcast(group: Group, tensors: list[torch.Tensor]) -> None:
     """Makes tensors those of rank 0, in one message of bytes."""
     if not tensors:
         return
-    parts = [t.detach().reshape(-1).contiguous().view(torch.uint8).cpu() for t in tensors]
+    # One value may be contiguous with any stride, and then `view` refuses it: hence copies.
+    flat_copies = [t.detach().reshape(-1).clone(memory_format=_C_ORDER) for t in tensors]
+    parts = [t.view(torch.uint8).cpu() for t in flat_copies]
     received = group.broadcast(torch.cat(parts))
     for tensor, part in zip(tensors, received.split([p.numel() for p in parts]), strict=True):
         values = part.clone().view(tensor.dtype)

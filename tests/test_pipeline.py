@@ -744,6 +744,16 @@ def test_the_start_takes_one_message():
     assert run_ranks(2, rank) == [["all_gather", "broadcast"]] * 2
 
 
+def test_a_parameter_of_one_value_with_an_odd_stride_starts_as_that_of_rank_0():
+    def rank(i):
+        parameter = nn.Parameter(torch.full((8, 2), float(i))[3:4, :1].t().squeeze(0))
+        assert parameter.stride() == (2,)
+        gx.Pipeline(PLAIN, {"w": parameter})
+        return parameter.item()
+
+    assert run_ranks(2, rank) == [0.0, 0.0]
+
+
 def test_the_start_keeps_the_tensors():
     def rank(i):
         model = a_model(i)

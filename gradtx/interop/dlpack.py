@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -131,16 +132,25 @@ def _flat(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     return [path_of(accessor) for accessor in accessors], leaves, treespec
 
 
-def _mapped(convert: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
-    paths, leaves, treespec = _flat(tree)
+class _Path:
+    """The key path of a leaf, found when it is printed: finding all of them takes time."""
+
+    def __init__(self, tree: PyTree, position: int) -> None:
+        self._tree, self._position = tree, position
+
+    def __repr__(self) -> str:
+        return repr(_flat(self._tree)[0][self._position])
+
+
+def _mapped(convert: Callable[[_Path, Any], Any], tree: PyTree) -> PyTree:
+    leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
     converted = [
-        None if leaf is None else convert(path, leaf)
-        for path, leaf in zip(paths, leaves, strict=True)
+        None if leaf is None else convert(_Path(tree, i), leaf) for i, leaf in enumerate(leaves)
     ]
     return optree.tree_unflatten(treespec, converted)
 
 
-def _array(jax: Any, path: str, leaf: Any, copy: bool | None) -> Any:
+def _array(jax: Any, path: _Path, leaf: Any, copy: bool | None) -> Any:
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}: expected a torch tensor")
     _check_tensor(jax, path, leaf)
@@ -159,7 +169,7 @@ def _array(jax: Any, path: str, leaf: Any, copy: bool | None) -> Any:
         ) from error
 
 
-def _check_tensor(jax: Any, path: str, leaf: torch.Tensor) -> None:
+def _check_tensor(jax: Any, path: _Path, leaf: torch.Tensor) -> None:
     if leaf.layout is not torch.strided:
         raise TypeError(f"leaf {path!r} is sparse ({leaf.layout}): expected a dense tensor")
     _check_dtype(path, _name(leaf), "JAX")
@@ -180,7 +190,7 @@ def _check_tensor(jax: Any, path: str, leaf: torch.Tensor) -> None:
         )
 
 
-def _check_dtype(path: str, name: str, other: str) -> None:
+def _check_dtype(path: _Path, name: str, other: str) -> None:
     if name not in DTYPES:
         raise TypeError(
             f"leaf {path!r} has dtype {name}, which cannot be handed to {other}: expected one of "
@@ -226,13 +236,13 @@ def _canonical(leaf: torch.Tensor) -> torch.Tensor:
     """
     if not leaf.numel():
         return leaf.new_empty(leaf.shape)
-    if not leaf.is_contiguous():
+    if 1 not in leaf.shape or not leaf.is_contiguous():
         return leaf
-    strides = torch.empty(leaf.shape, device="meta").stride()
-    return leaf if leaf.stride() == strides else leaf.as_strided(leaf.shape, strides)
+    strides = [math.prod(leaf.shape[i + 1 :]) for i in range(leaf.ndim)]
+    return leaf.as_strided(leaf.shape, strides)
 
 
-def _tensor(jax: Any, path: str, leaf: Any, copy: bool | None) -> torch.Tensor:
+def _tensor(jax: Any, path: _Path, leaf: Any, copy: bool | None) -> torch.Tensor:
     _check_array(jax, path, leaf)
     try:
         # What is not computed yet must not be read, nor written to by JAX later.
@@ -244,7 +254,7 @@ def _tensor(jax: Any, path: str, leaf: Any, copy: bool | None) -> torch.Tensor:
     return shared.clone(memory_format=torch.contiguous_format) if copy else shared
 
 
-def _check_array(jax: Any, path: str, leaf: Any) -> None:
+def _check_array(jax: Any, path: _Path, leaf: Any) -> None:
     if not isinstance(leaf, jax.Array):
         raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}: expected a JAX array")
     if isinstance(leaf, jax.core.Tracer):

@@ -166,7 +166,9 @@ def from_optax(tx: Any) -> Transformation:
         with jax.default_device(device):
             # A number in the state would be compiled as another type than what it becomes.
             state = jax.tree.map(jax.numpy.asarray, init(copies))
-        return _kept(jax, jax.device_put(state, device))
+        kept = _kept(jax, jax.device_put(state, device))
+        _check_containers(kept)
+        return kept
 
     def step(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
@@ -217,32 +219,36 @@ def _device(jax: Any, tree: PyTree) -> Any:
 
 def _kept(jax: Any, state: Any) -> Any:
     """A state of JAX arrays that nobody else holds, as torch tensors in the same memory."""
+    arrays, treedef = jax.tree.flatten(state)
+    impls = [
+        str(jax.random.key_impl(x)) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None
+        for x in arrays
+    ]
+    plain = [jax.random.key_data(x) if key else x for x, key in zip(arrays, impls, strict=True)]
+    tensors = zip(to_torch(plain, copy=None), impls, strict=True)
+    return jax.tree.unflatten(treedef, [RandomKey(x, key) if key else x for x, key in tensors])
 
-    def keep(leaf: Any) -> Any:
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return RandomKey(keep(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)))
-        return to_torch(leaf, copy=None)
 
-    kept = jax.tree.map(keep, state)
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(kept)
+def _check_containers(state: Any) -> None:
+    """Refuses a state that JAX can take apart and optree, with it a checkpoint, cannot."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"the optimizer's state {path_of(accessor)!r} is a {type(leaf).__name__}: expected "
                 "arrays in dicts, lists, tuples and NamedTuples"
             )
-    return kept
 
 
 def _used(jax: Any, state: Any) -> Any:
     """The inverse of `_kept`."""
-
-    def use(leaf: Any) -> Any:
-        if isinstance(leaf, RandomKey):
-            return jax.random.wrap_key_data(to_jax(leaf.data, copy=None), impl=leaf.impl)
-        return to_jax(leaf.contiguous(), copy=None)
-
-    return jax.tree.map(use, state, is_leaf=lambda node: isinstance(node, RandomKey))
+    leaves, treedef = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, RandomKey))
+    tensors = [leaf.data if isinstance(leaf, RandomKey) else leaf for leaf in leaves]
+    arrays = [
+        jax.random.wrap_key_data(array, impl=leaf.impl) if isinstance(leaf, RandomKey) else array
+        for array, leaf in zip(_lent(tensors), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, arrays)
 
 
 def _is_value(value: Any) -> bool:
