@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 
+from gradtx.backends.registry import NAMESPACE
 from gradtx.core.tree import path_of
 
 
@@ -17,7 +18,7 @@ def flatten_state(state: Any) -> dict[str, Any]:
     Raises:
         TypeError: if something else is in the state, naming its key.
     """
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(state, namespace=NAMESPACE)
     saved: dict[str, Any] = {}
     for accessor, leaf in zip(accessors, leaves, strict=True):
         key = path_of(accessor)
@@ -36,7 +37,7 @@ def restore_state(state: Any, saved: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: naming a key that is missing or unknown, or a tensor of another shape or dtype.
     """
-    accessors, leaves, treespec = optree.tree_flatten_with_accessor(state)
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(state, namespace=NAMESPACE)
     keys = [path_of(accessor) for accessor in accessors]
     known = set(keys)
     missing = [key for key in keys if key not in saved]

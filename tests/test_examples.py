@@ -81,6 +81,16 @@ class TestMesh:
         assert dense / compressed > 20
 
 
+class TestTorchAndJax:
+    @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["one", "two"])
+    def test_parameters_in_torch_learn_from_gradients_of_jax(
+        self, launcher: tuple[str, ...]
+    ) -> None:
+        out = python(*launcher, str(ROOT / "examples" / "torch_and_jax.py"), "--epochs", "8")
+        [accuracy] = re.findall(r"^([\d.]+) % right$", out, re.MULTILINE)
+        assert float(accuracy) > 94
+
+
 class TestDemo:
     def test_quick_form_trains_both_chains(self, tmp_path: Path) -> None:
         path = tmp_path / "results.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,8 @@ import optree
 
 T = TypeVar("T")
 
+# Of the nodes that JAX knows and optree does not; all others are registered for everyone.
+NAMESPACE = "gradtx"
 _nodes: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 _jax: list[Any] = []
 _GLOBAL: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")
@@ -44,6 +47,35 @@ def register_node(
     for jax in _jax:
         _register_one(jax, cls, flatten, unflatten)
     return cls
+
+
+def is_jax_node(x: Any) -> bool:
+    """Whether JAX takes an object for a node of a pytree, and not for a leaf."""
+    jax = sys.modules.get("jax")
+    return jax is not None and not jax.tree_util.all_leaves([x])
+
+
+def adopt_type(cls: type) -> None:
+    """Makes a pytree node of JAX's one of ours: a flax `FrozenDict`, an equinox module, ..."""
+    jax = sys.modules["jax"]
+
+    def flatten(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+        found, treedef = jax.tree_util.tree_flatten_with_path(node, lambda part: part is not node)
+        return [part for _, part in found], treedef, tuple(_entry(path[0]) for path, _ in found)
+
+    def unflatten(treedef: Any, parts: Any) -> Any:
+        return jax.tree_util.tree_unflatten(treedef, parts)
+
+    register: Any = optree.register_pytree_node
+    register(cls, flatten, unflatten, namespace=NAMESPACE)
+
+
+def _entry(key: Any) -> Any:
+    """What a key of a path of JAX's is called: of a dict, a sequence, an attribute, or whatever."""
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return str(key)
 
 
 def register_with_jax(jax: Any) -> None:

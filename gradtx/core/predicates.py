@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 
+from gradtx.backends.registry import is_jax_node
 from gradtx.core.tree import Array, LeafInfo
 
 Test = Callable[[str, Array, "LeafInfo | None"], bool]
@@ -69,12 +70,17 @@ def predicate(test: Test) -> Predicate:
     """A function ``(path, leaf, info) -> bool`` as a `Predicate`; a predicate as it is.
 
     Raises:
-        TypeError: if `test` is not callable.
+        TypeError: if `test` is not callable, or a module of JAX's that happens to be.
     """
     if isinstance(test, Predicate):
         return test
     if not callable(test):
         raise TypeError(f"a predicate is a function (path, leaf, info) -> bool, got {test!r}")
+    if is_jax_node(test):
+        raise TypeError(
+            f"a predicate is a function (path, leaf, info) -> bool, got a {type(test).__name__}, "
+            "which can be called but is a pytree"
+        )
     # No address in it: ranks and runs compare the code.
     named = getattr(test, "func", test)  # of a functools.partial
     named = named if hasattr(named, "__qualname__") else type(named)

@@ -17,7 +17,7 @@ import optree
 import torch
 
 from gradtx import backends
-from gradtx.backends.registry import register_node
+from gradtx.backends.registry import NAMESPACE, adopt_type, is_jax_node, register_node
 from gradtx.core.payload import Payload
 
 Array: TypeAlias = Any
@@ -43,16 +43,30 @@ def _is_payload(node: Any) -> bool:
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
     """The leaves (arrays, payloads, None) and the structure, in the order of optree."""
-    leaves, treespec = optree.tree_flatten(tree, _is_payload, none_is_leaf=True)
+    leaves, treespec = optree.tree_flatten(
+        tree, _is_payload, none_is_leaf=True, namespace=NAMESPACE
+    )
     return leaves, treespec
 
 
 def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     """As `flatten`, with the key path of each leaf first."""
     accessors, leaves, treespec = optree.tree_flatten_with_accessor(
-        tree, _is_payload, none_is_leaf=True
+        tree, _is_payload, none_is_leaf=True, namespace=NAMESPACE
     )
     return [path_of(accessor) for accessor in accessors], leaves, treespec
+
+
+def adopt(tree: PyTree) -> PyTree:
+    """The tree, once all its nodes are known: those that only JAX knows are registered here."""
+    while unknown := {
+        type(leaf)
+        for leaf in flatten(tree)[0]
+        if not (leaf is None or backends.is_array(leaf) or _is_payload(leaf)) and is_jax_node(leaf)
+    }:
+        for cls in unknown:
+            adopt_type(cls)
+    return tree
 
 
 def path_of(accessor: Any) -> str:
@@ -62,7 +76,7 @@ def path_of(accessor: Any) -> str:
 
 def structure(tree: PyTree) -> Any:
     """The structure down to the arrays, those within payloads too."""
-    return optree.tree_structure(tree)
+    return optree.tree_structure(tree, namespace=NAMESPACE)
 
 
 def unflatten(treespec: Any, leaves: Sequence[Any]) -> PyTree:
@@ -72,12 +86,14 @@ def unflatten(treespec: Any, leaves: Sequence[Any]) -> PyTree:
 
 def arrays_in(tree: PyTree) -> list[Array]:
     """All arrays of a tree, those within payloads too."""
-    return [leaf for leaf in optree.tree_leaves(tree) if backends.is_array(leaf)]
+    return [
+        leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if backends.is_array(leaf)
+    ]
 
 
 def map_arrays(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """`fn` over all arrays of trees of one structure, those within payloads too."""
-    return optree.tree_map(fn, tree, *rest)
+    return optree.tree_map(fn, tree, *rest, namespace=NAMESPACE)
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -245,7 +261,7 @@ class Layout:
         leaves, treespec = flatten(tree)
         if treespec == self.treespec:
             return leaves
-        paths, leaves, _ = flatten_with_paths(tree)
+        paths, leaves, _ = flatten_with_paths(adopt(tree))
         found = dict(zip(paths, leaves, strict=True))
         return reorder(found, [leaf.path for leaf in self.leaves])
 
@@ -328,7 +344,7 @@ def parameters_of(params: PyTree, info: Info | None = None) -> tuple[PyTree, Inf
         arguments.
     """
     if not isinstance(params, torch.nn.Module):
-        return params, info
+        return adopt(params), info
     found: dict[str, LeafInfo] = {}
     by_identity: dict[int, str] = {}
     for prefix, module in params.named_modules(remove_duplicate=False):

@@ -9,7 +9,8 @@ from typing import Any
 import optree
 import torch
 
-from gradtx.core.tree import PyTree, path_of
+from gradtx.backends.registry import NAMESPACE
+from gradtx.core.tree import PyTree, adopt, path_of
 from gradtx.interop.optional import require
 
 _WIDE = ("int64", "uint64", "float64", "complex128")
@@ -128,7 +129,9 @@ def _check_copy(name: str, copy: Any) -> None:
 
 def _flat(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     """The leaves down to the arrays, those within payloads too."""
-    accessors, leaves, treespec = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(
+        adopt(tree), none_is_leaf=True, namespace=NAMESPACE
+    )
     return [path_of(accessor) for accessor in accessors], leaves, treespec
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import optree
 
+from gradtx.backends.registry import NAMESPACE
 from gradtx.core.chain import ChainState
 from gradtx.core.tree import PyTree
 from gradtx.exchange.allreduce import AllreduceState
@@ -57,7 +58,7 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
     def of_chain(node: Any) -> Any:
         return _Walk(everywhere, along).visit(node) if _is_chain(node) else everywhere
 
-    return optree.tree_map(of_chain, state, is_leaf=_is_chain)
+    return optree.tree_map(of_chain, state, is_leaf=_is_chain, namespace=NAMESPACE)
 
 
 def _is_chain(node: Any) -> bool:
@@ -89,4 +90,6 @@ class _Walk:
 
     def _all(self, tree: PyTree, spec: Any) -> PyTree:
         # A leaf of shape [] cannot be laid out along an axis: it is a counter.
-        return optree.tree_map(lambda leaf: spec if leaf.ndim else self._everywhere, tree)
+        return optree.tree_map(
+            lambda leaf: spec if leaf.ndim else self._everywhere, tree, namespace=NAMESPACE
+        )

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from gradtx import backends
-from gradtx.backends.registry import register_node
+from gradtx.backends.registry import NAMESPACE, register_node
 from gradtx.core.chain import chain
 from gradtx.core.foreign import describe
 from gradtx.core.payload import decode_leaves
@@ -231,7 +231,7 @@ def _kept(jax: Any, state: Any) -> Any:
 
 def _check_containers(state: Any) -> None:
     """Refuses a state that JAX can take apart and optree, with it a checkpoint, cannot."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(state, namespace=NAMESPACE)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

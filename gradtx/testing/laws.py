@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, Unpack
 import optree
 import torch
 
+from gradtx.backends.registry import NAMESPACE
 from gradtx.core.chain import Chain
 from gradtx.core.payload import Joined, Member, Payload, decode_leaves
 from gradtx.core.rules import Flow
@@ -422,7 +423,9 @@ def _same_sums(
 
 
 def _tensors(tree: Any) -> tuple[list[str], Leaves, Any]:
-    paths, leaves, treespec = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    paths, leaves, treespec = optree.tree_flatten_with_path(
+        tree, none_is_leaf=True, namespace=NAMESPACE
+    )
     return [".".join(map(str, path)) for path in paths], list(leaves), treespec
 
 

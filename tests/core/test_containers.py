@@ -1,0 +1,121 @@
+"""Parameters in the containers of other libraries: leaves are known by key path."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as torch_pytree
+
+import gradtx as gx
+from gradtx.core.tree import adopt, flatten_with_paths
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from meshes import OnMesh  # noqa: E402
+
+PLAIN = {"a": {"w": jnp.arange(12.0).reshape(3, 4)}, "b": jnp.asarray([-20.0, 0.5])}
+TX = gx.chain(gx.unscale(), gx.topk(0.25), gx.ef(), gx.allreduce())
+
+
+def frozen():
+    core = pytest.importorskip("flax.core")
+    return core.FrozenDict(PLAIN), ["a.w", "b"]
+
+
+def nnx_state():
+    nnx = pytest.importorskip("flax.nnx")
+    state = nnx.state(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Param)
+    return state, ["bias.value", "kernel.value"]
+
+
+def struct():
+    flax_struct = pytest.importorskip("flax.struct")
+
+    @flax_struct.dataclass
+    class Params:
+        w: jax.Array
+        activation: str = flax_struct.field(pytree_node=False, default="relu")
+
+    return Params(jnp.arange(4.0)), ["w"]
+
+
+def module():
+    eqx = pytest.importorskip("equinox")
+    mlp = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(0))
+    layers = [f"layers.{i}.{name}" for i in range(2) for name in ("weight", "bias")]
+    return eqx.filter(mlp, eqx.is_inexact_array), [*layers, "activation", "final_activation"]
+
+
+@pytest.mark.parametrize("make", [frozen, nnx_state, struct, module])
+def test_gradients_come_back_in_the_same_container(make):
+    params, paths = make()
+    grads = jax.tree.map(lambda x: x + 1.0, params)
+    state = TX.init(params)
+    updates, after = jax.jit(TX.update)(grads, state, loss_scale=2.0)
+    assert [leaf.path for leaf in state.layout.leaves] == paths
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    for sent, left, given in zip(
+        *map(jax.tree.leaves, (updates, after.residual, grads)), strict=True
+    ):
+        np.testing.assert_allclose(sent + left, given / 2, rtol=1e-6)
+
+
+def test_a_plain_dict_and_a_frozen_one_are_the_same_parameters():
+    params, _ = frozen()
+    state = TX.init(params)
+    plain, _ = TX.update(PLAIN, state, loss_scale=1.0)
+    other, _ = TX.update(params, TX.init(PLAIN), loss_scale=1.0)
+    assert type(plain) is dict
+    assert type(other) is type(params)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), plain, other.unfreeze()))
+
+
+def test_on_a_mesh():
+    params, _ = frozen()
+    on_mesh = OnMesh(gx.chain(gx.topk(0.25), gx.ef(), gx.allreduce(axis_name="data")), params, 2)
+    updates = on_mesh.step(jax.tree.map(lambda x: np.stack([x, x]), params))
+    assert type(updates) is type(params)
+    assert float(updates["b"][0]) == -20
+
+
+def test_orders_of_a_dict_do_not_matter():
+    """JAX and optree sort the keys, torch takes them as they were put in."""
+    one = {"b": torch.ones(2), "a": torch.arange(4.0)}
+    other = dict(reversed(one.items()))
+    first, _ = TX.update(one, TX.init(other), loss_scale=1.0)
+    second, _ = TX.update(other, TX.init(one), loss_scale=1.0)
+    assert list(first) == ["b", "a"]
+    assert all(torch.equal(first[key], second[key]) for key in one)
+
+
+def test_state_crosses_the_pytrees_of_torch_and_jax():
+    grads = {"b": torch.ones(2), "a": torch.arange(4.0)}
+    _, state = TX.update(grads, TX.init(grads), loss_scale=1.0)
+    leaves, spec = torch_pytree.tree_flatten(state)
+    again = torch_pytree.tree_unflatten(leaves, spec)
+    _, one = TX.update(grads, again, loss_scale=1.0)
+    _, two = TX.update(grads, state, loss_scale=1.0)
+    assert all(torch.equal(one.residual[key], two.residual[key]) for key in grads)
+    jax_leaves, treedef = jax.tree.flatten(TX.init(PLAIN))
+    state = jax.tree.unflatten(treedef, jax_leaves)
+    updates, _ = TX.update(PLAIN, state, loss_scale=1.0)
+    assert float(updates["b"][0]) == -20
+
+
+def test_a_module_is_no_predicate():
+    """It can be called, but it is a tree."""
+    eqx = pytest.importorskip("equinox")
+    mlp = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="a pytree"):
+        gx.masked(gx.topk(0.1, feedback=False), mlp)
+
+
+def test_what_no_library_knows_stays_a_leaf():
+    class Opaque:
+        pass
+
+    tree = {"x": Opaque(), "y": jnp.ones(2)}
+    assert flatten_with_paths(adopt(tree))[0] == ["x", "y"]
+    with pytest.raises(TypeError, match="leaf 'x' is a Opaque"):
+        TX.init(tree)
