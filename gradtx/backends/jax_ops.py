@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def where(condition: Array, a: Array, b: Array) -> Array:
 
 def take(x: Array, indices: Array) -> Array:
     """The entries of `x` at `indices`, along the last axis."""
-    return jnp.take_along_axis(x, indices, -1)
+    return jnp.take_along_axis(x, indices, -1, mode="promise_in_bounds")
 
 
 def scatter(values: Array, indices: Array, size: int) -> Array:
@@ -263,6 +264,38 @@ def concrete(count: Array) -> int | None:
     return None if isinstance(count, jax.core.Tracer) else int(count)
 
 
+# Leaves that are larger are compiled one by one, rather than copied to lie beside each other.
+_LARGE = 2**16
+
+
+def each(fn: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """``fn`` of each row of some columns, whose entries are arrays or payloads.
+
+    Rows of the same small shapes go through one computation: a program for a thousand leaves, each
+    on its own, would take minutes to compile.
+    """
+    rows = list(zip(*columns, strict=True))
+    groups: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        arrays, treedef = jax.tree.flatten(row)
+        large = any(x.size > _LARGE for x in arrays)
+        kind = i if large else (treedef, tuple((x.shape, x.dtype) for x in arrays))
+        groups.setdefault(kind, []).append(i)
+    out: list[Any] = [None] * len(rows)
+    for places in groups.values():
+        if len(places) == 1:
+            out[places[0]] = fn(*rows[places[0]])
+            continue
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(rows[i] for i in places))
+        # Not to be computed anew for each row that is taken out.
+        found = jax.lax.optimization_barrier(jax.vmap(fn)(*jax.lax.optimization_barrier(stacked)))
+        for number, i in enumerate(places):
+            out[i] = jax.tree.map(
+                partial(jax.lax.index_in_dim, index=number, keepdims=False), found
+            )
+    return out
+
+
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     """What the branch at a 0-d `index` gives; all of them give arrays of the same shapes."""
     found: T = jax.lax.switch(index, branches)
@@ -275,12 +308,18 @@ def nearest(value: Array, values: Sequence[float]) -> Array:
 
 
 def random_key(*words: int | Array) -> Array:
-    """A 0-d uint32 mixed from whole numbers, the same bits as on the torch side."""
+    """A uint32 mixed from whole numbers (0-d, or as many as a word has), as on the torch side."""
     key = jnp.zeros((), jnp.uint32)
     for word in words:
         bits = jnp.uint32(word % 2**32) if isinstance(word, int) else word.astype(jnp.uint32)
         key = _mix(_mix(key ^ bits) + jnp.uint32(_GOLDEN))
     return key
+
+
+def random_keys(seed: int, words: Sequence[int], *others: int | Array) -> Sequence[Array]:
+    """For each word, ``random_key(seed, word, *others)``."""
+    column = jnp.asarray([word % 2**32 for word in words], jnp.uint32)
+    return list(random_key(seed, column, *others))
 
 
 def random_bits(key: Array, n: int, like: Array) -> Array:

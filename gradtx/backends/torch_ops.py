@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -278,6 +278,11 @@ def concrete(count: torch.Tensor) -> int | None:
     return int(count)
 
 
+def each(fn: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """``fn`` of each row of some columns, whose entries are arrays or payloads."""
+    return [fn(*row) for row in zip(*columns, strict=True)]
+
+
 def switch(index: torch.Tensor, branches: Sequence[Callable[[], T]]) -> T:
     """What the branch at a 0-d `index` gives."""
     return branches[int(index)]()
@@ -289,11 +294,11 @@ def nearest(value: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 
 
 def random_key(*words: int | torch.Tensor) -> torch.Tensor:
-    """A 0-d int32 mixed from whole numbers, the same bits as on the JAX side.
+    """An int32 mixed from whole numbers (0-d, or as many as a word has), as on the JAX side.
 
     Args:
-        *words: Python numbers (taken modulo 2**32) or 0-d int32 tensors; the key is on the device
-            of these, so that none has to be read.
+        *words: Python numbers (taken modulo 2**32) or int32 tensors; the key is on the device of
+            these, so that none has to be read.
     """
     key = torch.zeros((), dtype=torch.int32)
     for word in words:
@@ -301,6 +306,16 @@ def random_key(*words: int | torch.Tensor) -> torch.Tensor:
             word = torch.tensor(_signed(word), dtype=torch.int32)
         key = _mix(_mix(_beside(key, word) ^ word) + _signed(_GOLDEN))
     return key
+
+
+def random_keys(
+    seed: int, words: Sequence[int], rank: int, count: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """For each word, ``random_key(seed, word, rank, count)``."""
+    if count.device.type != "cpu":
+        return [random_key(seed, word, rank, count) for word in words]
+    column = torch.tensor([_signed(word) for word in words], dtype=torch.int32)
+    return random_key(seed, column, rank, count).unbind()
 
 
 def random_bits(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from gradtx import backends
@@ -15,9 +14,9 @@ from gradtx.core.tree import (
     Array,
     Info,
     PyTree,
+    arrays_in,
     flatten,
     flatten_with_paths,
-    map_leaves,
     unflatten,
     widen,
 )
@@ -40,8 +39,14 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        check_form(stage, flatten(updates)[0])
-        return map_leaves(lambda leaf: encode_leaf(leaf, encode), updates), state
+        leaves, treespec = flatten(updates)
+        check_form(stage, leaves)
+        places = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        ops = backends.find(arrays_in(leaves))
+        found = ops.each(lambda leaf: encode_leaf(leaf, encode), [leaves[i] for i in places])
+        for i, payload in zip(places, found, strict=True):
+            leaves[i] = payload
+        return unflatten(treespec, leaves), state
 
     return Transformation(stage, None, update)
 
@@ -88,24 +93,20 @@ def random_compressor(
         paths, leaves, treespec = flatten_with_paths(updates)
         check_form(stage, leaves)
         ops = backends.of(state.count)
-        out = []
-        for path, leaf in zip(paths, leaves, strict=True):
-            # The name, so that two compressors of one seed in a chain draw independently.
-            leaf_word = zlib.crc32(f"{stage.name} {path}".encode())
-            key = ops.random_key(seed, leaf_word, rank, state.count)
-            out.append(leaf if leaf is None else encode_leaf(leaf, partial(_with_key, encode, key)))
-        return unflatten(treespec, out), RandomState(state.count + 1)
+        places = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        # The name, so that two compressors of one seed in a chain draw independently.
+        words = [zlib.crc32(f"{stage.name} {paths[i]}".encode()) for i in places]
+        keys = ops.random_keys(seed, words, rank, state.count)
+
+        def encoded(leaf: Any, key: Array) -> Payload:
+            return encode_leaf(leaf, lambda flat, shape: encode(flat, shape, key))
+
+        found = ops.each(encoded, [leaves[i] for i in places], list(keys))
+        for i, payload in zip(places, found, strict=True):
+            leaves[i] = payload
+        return unflatten(treespec, leaves), RandomState(state.count + 1)
 
     return Transformation(stage, init, update)
-
-
-def _with_key(
-    encode: Callable[[Array, tuple[int, ...], Array], Payload],
-    key: Array,
-    flat: Array,
-    shape: tuple[int, ...],
-) -> Payload:
-    return encode(flat, shape, key)
 
 
 def check_form(stage: Stage, leaves: Sequence[Any]) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import optree
+
 from gradtx import backends
 from gradtx.backends.registry import register_node
 
@@ -180,11 +182,20 @@ class Member(Payload):
 def decode_leaves(leaves: list[Any]) -> list[Any]:
     """The dense leaves of a list of arrays, payloads and Nones."""
     out: list[Any] = list(leaves)
+    places = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Joined):
             for position, part in leaf.parts.split(leaf.decode()).items():
                 out[position] = part
         elif isinstance(leaf, Payload) and not isinstance(leaf, Member):
-            flat = leaf.decode()
-            out[i] = backends.of(flat).reshape(flat, leaf.shape)
+            places.append(i)
+    first: Any = [leaves[i] for i in places[:1]]
+    ops = backends.find(optree.tree_leaves(first))
+    for i, leaf in zip(places, ops.each(_decoded, [leaves[i] for i in places]), strict=True):
+        out[i] = leaf
     return out
+
+
+def _decoded(payload: Payload) -> Any:
+    flat = payload.decode()
+    return backends.of(flat).reshape(flat, payload.shape)

@@ -8,13 +8,15 @@ block its count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gradtx.core.payload import Payload
+from gradtx.backends.jax_ops import each
+from gradtx.core.payload import Joined, Payload
 from gradtx.core.transformation import Context
 from gradtx.core.tree import arrays_in, structure, unflatten
 from gradtx.exchange.message import Field, fields
@@ -159,9 +161,16 @@ def _added(plan: Plan, packing: _Packing, received: Array) -> dict[int, Array]:
     """The sums of the payloads of all devices, in their order."""
 
     def add(totals: Mapping[int, Array], message: Array) -> dict[int, Array]:
-        out = dict(totals)
+        out, single = dict(totals), {}
         for places, payload in zip(plan.places, packing.decode(message), strict=True):
-            add_payload(out, payload, plan, places[0], lambda i: False)
+            if isinstance(payload, Joined):
+                add_payload(out, payload, plan, places[0], lambda i: False)
+            else:
+                single[places[0]] = payload
+        payloads, old = list(single.values()), [out[i] for i in single if i in out]
+        # Leaves of one shape are added at once.
+        new = each(_add, payloads, old) if old else each(_decode, payloads)
+        out.update((i, x.astype(plan.dtype(i))) for i, x in zip(single, new, strict=True))
         return out
 
     first = add({}, received[0])
@@ -186,8 +195,16 @@ def _further_blocks(universe: int) -> int:
     return max(0, -(-universe // BLOCK) - 1)
 
 
+def _add(payload: Payload, total: Array) -> Any:
+    return payload.add_to(total)
+
+
+def _decode(payload: Payload) -> Any:
+    return payload.decode()
+
+
 class _Packing:
-    """How the arrays of some payloads are laid into one array of bytes.
+    """How the arrays of some payloads are laid into one array of bytes: those of a dtype together.
 
     Args:
         payloads: on this device; those of the others have the same shapes.
@@ -196,11 +213,14 @@ class _Packing:
     def __init__(self, payloads: Sequence[Payload]) -> None:
         self._treespec = structure(list(payloads))
         self._fields = [field for payload in payloads for field in fields(payload)]
+        self._forms = [form for field in self._fields for form in _forms(field)]
+        self._dtypes = sorted({jnp.dtype(dtype) for _, dtype in self._forms}, key=str)
 
     def encode(self, good: Array) -> Array:
         """uint8 ``[n]``: all fields, and whether the gradients were finite."""
-        parts = [part for field in self._fields for part in _encoded(field)]
-        return jnp.concatenate([*map(_to_bytes, parts), good.astype(jnp.uint8)[None]])
+        parts = [jnp.ravel(part) for field in self._fields for part in _encoded(field)]
+        groups = [jnp.concatenate([x for x in parts if x.dtype == kind]) for kind in self._dtypes]
+        return jnp.concatenate([*map(_to_bytes, groups), good.astype(jnp.uint8)[None]])
 
     def all_good(self, received: Array) -> Array:
         """0-d bool: the gradients of all devices were finite."""
@@ -209,14 +229,19 @@ class _Packing:
 
     def decode(self, message: Array) -> list[Payload]:
         """The payloads of one device."""
-        arrays, start = [], 0
-        for field in self._fields:
-            parts = []
-            for shape, dtype in _forms(field):
-                end = start + _size(shape) * jnp.dtype(dtype).itemsize
-                parts.append(_from_bytes(message[start:end], shape, dtype))
-                start = end
-            arrays.append(_decoded(field, parts))
+        parts: list[Any] = [None] * len(self._forms)
+        start = 0
+        for kind in self._dtypes:
+            places = [i for i, (_, dtype) in enumerate(self._forms) if dtype == kind]
+            sizes = [math.prod(self._forms[i][0]) for i in places]
+            end = start + sum(sizes) * kind.itemsize
+            values, first = _from_bytes(message[start:end], kind), 0
+            for i, size in zip(places, sizes, strict=True):
+                parts[i] = jnp.reshape(values[first : first + size], self._forms[i][0])
+                first += size
+            start = end
+        rest = iter(parts)
+        arrays = [_decoded(field, [next(rest) for _ in _forms(field)]) for field in self._fields]
         payloads: list[Payload] = list(unflatten(self._treespec, arrays))
         return payloads
 
@@ -259,21 +284,13 @@ def _decoded(field: Field, parts: Sequence[Array]) -> Any:
 
 
 def _to_bytes(x: Array) -> Array:
-    flat = jnp.ravel(x)
-    return jnp.ravel(jax.lax.bitcast_convert_type(flat, jnp.uint8))
+    return jnp.ravel(jax.lax.bitcast_convert_type(x, jnp.uint8))
 
 
-def _from_bytes(data: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    itemsize = jnp.dtype(dtype).itemsize
-    rows = jnp.reshape(data, (-1, itemsize)) if itemsize > 1 else data
-    return jnp.reshape(jax.lax.bitcast_convert_type(rows, dtype), shape)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+def _from_bytes(data: Array, dtype: Any) -> Array:
+    rows = jnp.reshape(data, (-1, dtype.itemsize)) if dtype.itemsize > 1 else data
+    values: Array = jax.lax.bitcast_convert_type(rows, dtype)
+    return values
 
 
 def _listed(axes: Sequence[str]) -> str:
