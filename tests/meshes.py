@@ -23,6 +23,20 @@ ITEMSIZE = {
 }
 
 
+def over_axis(tx):
+    """The chain, exchanging over the axis ``"data"``; what is no chain, as it is."""
+    if not hasattr(tx, "transformations"):
+        return tx
+
+    def written(part):
+        if part.name != "allreduce":
+            return part
+        settings = {name: part.hyperparameters[name] for name in ("op", "algorithm")}
+        return gx.allreduce(axis_name="data", **settings)
+
+    return gx.chain(*map(written, tx.transformations), check=False)
+
+
 def mesh_of(size):
     return jax.make_mesh((size,), ("data",), devices=jax.devices()[:size])
 
