@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradtx as gx
-from gradtx.testing import run_ranks
+from gradtx.testing import check_laws, run_ranks
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -98,6 +98,15 @@ def worst(one, other):
     diffs = [float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0.0)) for a, b in pairs]
     largest = [float(np.abs(np.asarray(x)).max(initial=0.0)) for x in jax.tree.leaves(one)]
     return max(diffs) / max(*largest, 1e-30)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_it_keeps_the_laws(name):
+    # All FP32: what L2 speaks of is then the same program.
+    params = {"bn1": {"weight": torch.zeros(5)}, "s": torch.zeros(()), "w": torch.zeros(6, 5)}
+    tx = chain_of(name, axis_name="data", op="sum", algorithm="gather")
+    check_laws(tx, params=params, ranks=(2,), steps=2)
+    check_laws(chain_of(name, axis_name="data"), ranks=(2,), laws=["L10"])
 
 
 @pytest.mark.parametrize(
