@@ -3,6 +3,7 @@
 from functools import cache
 
 import numpy as np
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,6 +142,14 @@ def test_state_is_a_fixed_point(name):
     before = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), on_mesh.state)
     on_mesh.step(gradients(0, 2, 1)[0])
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), on_mesh.state) == before
+
+
+def test_state_has_the_structure_it_has_on_torch():
+    """An empty state among them, which is a NamedTuple without fields."""
+    params = jax.tree.map(lambda x: torch.zeros(x.shape), zeros())
+    on_jax = optree.tree_structure(chain_of("topk", axis_name="data").init(zeros()))
+    on_torch = optree.tree_structure(chain_of("topk").init(params))
+    assert on_jax == on_torch
 
 
 @pytest.mark.parametrize("name", PARTS)
