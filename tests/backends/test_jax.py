@@ -335,3 +335,24 @@ class TestOperations:
         one = torch_ops.cast(torch.tensor(numbers), "bfloat16")
         other = jax_ops.cast(jnp.asarray(numbers), "bfloat16")
         assert to_numpy(one).tolist() == to_numpy(other).tolist()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        gx.random_k(0.5),
+        gx.topk(gx.warmup_density([0.5, 0.25], 1)),
+        gx.topk(0.5, scope="global"),
+        gx.powersgd(2),
+        gx.apply_if_finite(gx.topk(0.5)),
+    ],
+    ids=repr,
+)
+def test_a_part_that_is_given_no_leaf_keeps_jax_arrays(inner):
+    tx = gx.chain(gx.unscale(), gx.masked(inner, ~gx.path_glob("*")), gx.allreduce(), check=False)
+    grads = {"w": jnp.ones(4)}
+    state = tx.init(grads)
+    _, after = jax.jit(tx.update)(grads, state, loss_scale=2.0)
+    _, nothing = tx.update({"w": None}, state, loss_scale=2.0)
+    for tree in (state, after, nothing):
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
