@@ -250,13 +250,6 @@ def test_what_is_no_array_has_no_backend():
         backends.of(np.ones(1))
 
 
-def test_exchange_refuses_jax_arrays():
-    tx = gx.chain(gx.allreduce())
-    text = r"^allreduce\(\) exchanges torch tensors; JAX arrays are not supported yet$"
-    with pytest.raises(TypeError, match=text):
-        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))
-
-
 def test_whole_numbers_are_refused_naming_the_path():
     with pytest.raises(TypeError, match=r"^leaf 'w' has dtype int32: expected one of float16"):
         gx.chain().init({"w": jnp.arange(3)})
