@@ -10,6 +10,20 @@ import gradtx as gx  # noqa: E402
 from gradtx.bench.hlo import collective_bytes  # noqa: E402
 
 
+def over_axis(tx):
+    """The chain, exchanging over the axis ``"data"``; what is no chain, as it is."""
+    if not hasattr(tx, "transformations"):
+        return tx
+
+    def written(part):
+        if part.name != "allreduce":
+            return part
+        settings = {name: part.hyperparameters[name] for name in ("op", "algorithm")}
+        return gx.allreduce(axis_name="data", **settings)
+
+    return gx.chain(*map(written, tx.transformations), check=False)
+
+
 def mesh_of(size):
     return jax.make_mesh((size,), ("data",), devices=jax.devices()[:size])
 

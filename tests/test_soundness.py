@@ -261,6 +261,14 @@ def test_the_mission_chain_keeps_the_laws_on_the_default_parameters():
     check_laws(tx, params=default_params(), ranks=(1, 2, 3, 4))
 
 
+def test_the_mission_chain_keeps_the_laws_on_a_mesh():
+    pytest.importorskip("jax")
+    from meshes import over_axis
+
+    tx = gx.chain(*parts_of(["unscale", "skip_bn", "topk", "ef", "allreduce"]))
+    check_laws(over_axis(tx), ranks=(2, 3), steps=3)
+
+
 def test_nothing_is_lost_where_a_leaf_of_several_compressed_together_is_absent():
     tx = gx.chain(gx.topk(1.0, scope="global"), gx.sign(), gx.ef())
     check_laws(tx, params={"a": torch.zeros(2), "b": torch.zeros(2)}, laws=["L2"])

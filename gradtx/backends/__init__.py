@@ -11,14 +11,16 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+import optree
 import torch
 
 from gradtx.backends import torch_ops
 
-__all__ = ["find", "full_precision", "is_array", "of", "size"]
+__all__ = ["find", "full_precision", "is_array", "of", "size", "within"]
 
 
 def _is_jax_array(x: Any) -> bool:
@@ -51,9 +53,29 @@ def size(x: Any) -> int:
     return math.prod(x.shape)
 
 
+_call: ContextVar[Any] = ContextVar("call", default=None)
+
+
+@contextmanager
+def within(*trees: Any) -> Iterator[None]:
+    """Tells `find` what the call at hand was given, for parts that are given no array of it."""
+    token = _call.set(trees)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
 def find(leaves: Any) -> ModuleType:
-    """The operations for the first array among `leaves` (torch's, where there is none)."""
+    """The operations for the first array among `leaves`.
+
+    Where there is none, those for the first one that the call at hand was given: a part that is
+    masked everywhere keeps its counters in arrays of the same kind as the others. Else torch's.
+    """
     for leaf in leaves:
+        if is_array(leaf):
+            return of(leaf)
+    for leaf in optree.tree_leaves(_call.get()):
         if is_array(leaf):
             return of(leaf)
     return torch_ops

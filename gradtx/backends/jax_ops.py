@@ -288,7 +288,8 @@ def each(fn: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
             continue
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(rows[i] for i in places))
         # Not to be computed anew for each row that is taken out.
-        found = jax.lax.optimization_barrier(jax.vmap(fn)(*jax.lax.optimization_barrier(stacked)))
+        barrier: Any = jax.lax.optimization_barrier
+        found = barrier(jax.vmap(fn)(*barrier(stacked)))
         for number, i in enumerate(places):
             out[i] = jax.tree.map(
                 partial(jax.lax.index_in_dim, index=number, keepdims=False), found

@@ -99,6 +99,7 @@ def threshold(
         stateful=isinstance(tau, Schedule),
         gives="padded",
         biased=True,
+        varies=True,
         feedback=feedback,
     )
     if isinstance(tau, Schedule):

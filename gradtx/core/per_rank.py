@@ -38,10 +38,11 @@ def _shaped(tree: PyTree, layout: Layout, shape: tuple[int, ...]) -> PyTree:
 def _map_per_rank(fn: Callable[[PyTree], PyTree], state: Any) -> Any:
     if not isinstance(state, tuple):
         return state
-    names = getattr(state, "_fields", ())
+    names = getattr(state, "_fields", None)
+    if names is None:
+        return tuple(_map_per_rank(fn, part) for part in state)
     own = getattr(state, "per_rank", ())
-    parts = [
-        fn(part) if name in own else _map_per_rank(fn, part)
-        for name, part in zip(names or (None,) * len(state), state, strict=True)
-    ]
-    return type(state)(*parts) if names else tuple(parts)
+    parts = zip(names, state, strict=True)
+    return type(state)(
+        *(fn(part) if name in own else _map_per_rank(fn, part) for name, part in parts)
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from gradtx import backends
 from gradtx.core.foreign import name_of, settings_of
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind, Stage
@@ -150,7 +151,9 @@ class Transformation:
         """
         if self._needs_chain:
             return self._alone.init(params, info)
-        return self.setup(*parameters_of(params, info))
+        params, info = parameters_of(params, info)
+        with backends.within(params):
+            return self.setup(params, info)
 
     def update(
         self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any
@@ -168,7 +171,8 @@ class Transformation:
         """
         if self._needs_chain:
             return self._alone.update(updates, state, params, **extra)
-        out, state = self.step(self._checked(updates), state, params, **extra)
+        with backends.within(updates, state):
+            out, state = self.step(self._checked(updates), state, params, **extra)
         return cast_like(out, updates), state
 
     def _checked(self, updates: PyTree) -> PyTree:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -25,6 +27,34 @@ from gradtx.exchange.plan import Plan, add_payload, further_rounds, results_of
 Array = jax.Array
 
 BLOCK = 2**16
+
+
+class Link:
+    """What one device puts on the link to its neighbour in a ring.
+
+    Attributes:
+        sent: bytes, all copies counted.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+
+_link: ContextVar[Link | None] = ContextVar("link", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[Link]:
+    """Counts the bytes that are sent by the programs traced inside (not by running them).
+
+    Where a program branches on the step, all branches are counted.
+    """
+    link = Link()
+    token = _link.set(link)
+    try:
+        yield link
+    finally:
+        _link.reset(token)
 
 
 class MeshAxis:
@@ -70,6 +100,7 @@ class MeshAxis:
         """``[size, n]``: the arrays ``[n]`` of all devices, in their order."""
         if self.name is None:
             return message[None]
+        self._count((self.size - 1) * message.size * message.dtype.itemsize)
         # All devices get the same, and JAX, which keeps track of that, is told so.
         to = "invarying" if self._of_mesh else "varying"
         gathered: Array = jax.lax.all_gather(message, self.name, to=to)
@@ -77,8 +108,17 @@ class MeshAxis:
 
     def all_reduce(self, buffer: Array) -> Array:
         """The sum over devices."""
+        if self.name is None:
+            return buffer
+        self._count(2 * (self.size - 1) * buffer.size * buffer.dtype.itemsize // self.size)
         psum: Any = jax.lax.psum
-        return buffer if self.name is None else psum(buffer, self.name)
+        total: Array = psum(buffer, self.name)
+        return total
+
+    def _count(self, nbytes: int) -> None:
+        link = _link.get()
+        if link is not None:
+            link.sent += nbytes
 
     def varies(self, x: Array) -> bool:
         """Whether JAX knows an array to vary along the axis: it does only under ``check_vma``."""

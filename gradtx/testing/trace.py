@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import optree
 import torch
 
 from gradtx.core.chain import Chain
@@ -30,12 +31,14 @@ class Options(TypedDict, total=False):
         steps: how many steps to take, by default 4.
         seed: what the gradients are drawn from.
         params: a pytree of floating-point CPU tensors; by default `default_params`.
+        backend: ``"torch"`` or ``"jax"``; by default what the chain exchanges.
     """
 
     ranks: Sequence[int]
     steps: int
     seed: int
     params: PyTree
+    backend: str | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,45 @@ class Trace:
     sent: list[int]
 
 
-def trace(tx: Transformation, params: PyTree, steps: Sequence[Step], size: int) -> list[Trace]:
-    """Runs a transformation on `size` in-process ranks; the traces are in rank order."""
+@dataclass(frozen=True)
+class Call:
+    """Two calls of `update` with the same arguments, as one rank sees them.
+
+    Attributes:
+        before: gradients, state and parameters.
+        after: the same, after the first call.
+        first: what the first call gave.
+        still_first: the same, after the second call.
+        second: what the second call gave.
+    """
+
+    before: Any
+    after: Any
+    first: Any
+    still_first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step after the first looks like.
+
+    Attributes:
+        outputs: the updates of the first rank; of their arrays only shape and dtype count.
+        sent: the most bytes that a rank puts on the link.
+    """
+
+    outputs: PyTree
+    sent: int
+
+
+def trace(
+    tx: Chain, params: PyTree, steps: Sequence[Step], size: int, backend: str = "torch"
+) -> list[Trace]:
+    """Runs a chain on `size` ranks, threads or rows of one program; the traces in rank order."""
+    if backend == "jax":
+        found: list[Trace] = _one_program().trace(tx, params, steps, size)
+        return found
 
     def rank(i: int) -> Trace:
         group = find_group()
@@ -94,6 +134,54 @@ def arguments(step: Step, rank: int, state: Any) -> tuple[PyTree, dict[str, Any]
         return step.gradients[rank], {"loss_scale": step.loss_scale}
     factor = float(own) / step.loss_scale
     return map_leaves(lambda leaf: leaf * factor, step.gradients[rank]), {}
+
+
+def calls(
+    tx: Chain, params: PyTree, steps: Sequence[Step], size: int, backend: str = "torch"
+) -> list[list[Call]]:
+    """Runs a chain as `trace` does, but calls `update` twice in each step."""
+    if backend == "jax":
+        found: list[list[Call]] = _one_program().calls(tx, params, steps, size)
+        return found
+
+    def rank(i: int) -> list[Call]:
+        out, state = [], tx.init(params)
+        for step in steps:
+            gradients, extra = arguments(step, i, state)
+            given = (gradients, state, params)
+            before = copied(given)
+            first = tx.update(*given, **extra)
+            kept = copied(first)
+            second = tx.update(*given, **extra)
+            out.append(Call(before, copied(given), kept, first, second))
+            state = first[1]
+        return out
+
+    return run_ranks(size, rank)
+
+
+def measure(tx: Chain, params: PyTree, step: Step, size: int, backend: str = "torch") -> Measured:
+    """What a chain gives and sends; without the handshake of the first step."""
+    if backend == "jax":
+        found: Measured = _one_program().measure(tx, params, step, size)
+        return found
+    traces = trace(tx, params, [step, step], size)
+    return Measured(traces[0].outputs[1], max(one.sent[1] for one in traces))
+
+
+def _one_program() -> Any:
+    try:
+        from gradtx.testing import one_program
+    except ImportError as error:
+        raise ImportError(
+            "the laws need jax for a chain on JAX arrays: pip install 'gradtx[jax]'"
+        ) from error
+    return one_program
+
+
+def copied(tree: Any) -> Any:
+    """The tree, with copies of its tensors."""
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def default_params() -> dict[str, Any]:
@@ -123,6 +211,7 @@ class Case:
         params: the parameters.
         wide: the parameters in FP32 (FP64 for FP64 leaves).
         steps: how many steps to take.
+        backend: ``"torch"`` or ``"jax"``.
     """
 
     def __init__(
@@ -133,12 +222,11 @@ class Case:
         steps: int = 4,
         seed: int = 0,
         params: PyTree = None,
+        backend: str | None = None,
     ) -> None:
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
         self.steps, self._seed = steps, seed
-        self.params = default_params() if params is None else params
-        self.wide = map_leaves(widen, self.params)
-        self.parts = tuple(_opened(flat((tx,))))
+        self.parts = tuple(_opened(flat(self.tx.transformations)))
         self.stages = tuple(stage for part in self.parts for stage in part.stages)
         exchanges = [i for i, p in enumerate(self.parts) if p.stage.kind is Kind.EXCHANGE]
         self.exchange = exchanges[0] if exchanges else None
@@ -146,6 +234,48 @@ class Case:
         self.unscales = self.has(Kind.UNSCALE)
         self.gated = self.unscales or any(s.lossy or s.stateful for s in self.stages)
         self.sizes = [1] if self.exchange is None else list(ranks)
+        self.backend = self._checked(backend)
+        self.params = self._default_params() if params is None else params
+        if self.backend == "jax":
+            _one_program().check_params(self.params)
+        self.wide = map_leaves(widen, self.params)
+
+    def _checked(self, backend: str | None) -> str:
+        """The backend, which must suit the exchange."""
+        over_mesh = self.setting("axis_name", None) - {None}
+        if backend is None:
+            backend = "jax" if over_mesh else "torch"
+        if backend not in ("torch", "jax"):
+            raise ValueError(f"backend={backend!r}: expected 'torch' or 'jax'")
+        if backend == "torch" and over_mesh:
+            raise ValueError(
+                f"backend='torch': {self.tx!r} exchanges JAX arrays; for torch tensors write "
+                "allreduce()"
+            )
+        if backend == "jax" and not over_mesh and max(self.sizes, default=1) > 1:
+            raise ValueError(
+                f"backend='jax': {self.tx!r} exchanges torch tensors on several ranks; for JAX "
+                "arrays write allreduce(axis_name=...)"
+            )
+        return backend
+
+    def _default_params(self) -> PyTree:
+        params = default_params()
+        if self.backend == "jax" and not _one_program().has_float64():
+            del params["double"]
+        return params
+
+    def trace(self, tx: Chain, params: PyTree, steps: Sequence[Step], size: int) -> list[Trace]:
+        """See the function `trace`."""
+        return trace(tx, params, steps, size, self.backend)
+
+    def calls(self, steps: Sequence[Step], size: int) -> list[list[Call]]:
+        """See the function `calls`."""
+        return calls(self.tx, self.params, steps, size, self.backend)
+
+    def measure(self, tx: Chain, params: PyTree, size: int) -> Measured:
+        """See the function `measure`."""
+        return measure(tx, params, self.draw(size, params)[0], size, self.backend)
 
     def has(self, kind: Kind) -> bool:
         """Whether a stage is of a kind."""
@@ -181,12 +311,19 @@ class Case:
         return Chain(() if self.exchange is None else (self.parts[self.exchange],))
 
     def draw(self, size: int, params: PyTree = None) -> list[Step]:
-        """True gradients of some ranks; in every other step the last of them lacks a leaf."""
+        """True gradients of some ranks; in every other step the last of them lacks a leaf.
+
+        On JAX all of them lack it.
+        """
         like = self.params if params is None else params
         generator = torch.Generator().manual_seed(self._seed)
+
+        def draw(number: int, rank: int) -> PyTree:
+            lacks = number % 2 == 1 and (self.backend == "jax" or rank == size - 1)
+            return _draw(like, generator, number, lacks)
+
         return [
-            Step(tuple(_draw(like, generator, number, rank == size - 1) for rank in range(size)))
-            for number in range(self.steps)
+            Step(tuple(draw(number, rank) for rank in range(size))) for number in range(self.steps)
         ]
 
     @property
@@ -213,7 +350,9 @@ class Case:
             return given, true
         entry = Chain([part for part in self._entry if not isinstance(part, Filter)])
         ranks = [
-            trace(entry, self.wide, [Step((s.gradients[i],), s.loss_scale) for s in given], 1)[0]
+            self.trace(entry, self.wide, [Step((s.gradients[i],), s.loss_scale) for s in given], 1)[
+                0
+            ]
             for i in range(len(given[0].gradients))
         ]
         entered = [
@@ -256,9 +395,9 @@ def _opened(parts: Sequence[Transformation]) -> Iterator[Transformation]:
             yield part
 
 
-def _draw(params: PyTree, generator: torch.Generator, number: int, is_last: bool) -> PyTree:
+def _draw(params: PyTree, generator: torch.Generator, number: int, lacks: bool) -> PyTree:
     leaves, treespec = flatten(params)
-    lacking = number // 2 % len(leaves) if leaves and number % 2 and is_last else None
+    lacking = number // 2 % len(leaves) if leaves and lacks else None
     drawn = [
         None if leaf is None or i == lacking else _draw_leaf(leaf, generator, (number + i) % 4)
         for i, leaf in enumerate(leaves)
@@ -290,18 +429,20 @@ def scaled(steps: Sequence[Step]) -> list[Step]:
 def bad_steps(good: Step, params: PyTree) -> list[Step]:
     """For each leaf with values, a good step but for one infinity or NaN, on each rank in turn."""
     likes, treespec = flatten(params)
+    rows = [list(flatten(tree)[0]) for tree in good.gradients]
     out: list[Step] = []
     for i, like in enumerate(likes):
         if like is None or not like.numel():
             continue
-        rank = len(out) % len(good.gradients)
-        leaves = list(flatten(good.gradients[rank])[0])
-        leaf = torch.zeros_like(like) if leaves[i] is None else leaves[i].clone()
+        spoilt, rank = [list(row) for row in rows], len(out) % len(rows)
+        nowhere = all(row[i] is None for row in rows)
+        for own, row in enumerate(spoilt):
+            if row[i] is None and (nowhere or own == rank):
+                row[i] = torch.zeros_like(like)
+        leaf = spoilt[rank][i].clone()
         leaf[(-1,) * leaf.ndim] = (torch.inf, torch.nan, -torch.inf)[len(out) % 3]
-        leaves[i] = leaf
-        trees = list(good.gradients)
-        trees[rank] = unflatten(treespec, leaves)
-        out.append(Step(tuple(trees), good.loss_scale))
+        spoilt[rank][i] = leaf
+        out.append(Step(tuple(unflatten(treespec, row) for row in spoilt), good.loss_scale))
     return out
 
 

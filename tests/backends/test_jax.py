@@ -250,13 +250,6 @@ def test_what_is_no_array_has_no_backend():
         backends.of(np.ones(1))
 
 
-def test_exchange_refuses_jax_arrays():
-    tx = gx.chain(gx.allreduce())
-    text = r"^allreduce\(\) exchanges torch tensors; JAX arrays are not supported yet$"
-    with pytest.raises(TypeError, match=text):
-        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))
-
-
 def test_whole_numbers_are_refused_naming_the_path():
     with pytest.raises(TypeError, match=r"^leaf 'w' has dtype int32: expected one of float16"):
         gx.chain().init({"w": jnp.arange(3)})
@@ -335,3 +328,24 @@ class TestOperations:
         one = torch_ops.cast(torch.tensor(numbers), "bfloat16")
         other = jax_ops.cast(jnp.asarray(numbers), "bfloat16")
         assert to_numpy(one).tolist() == to_numpy(other).tolist()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        gx.random_k(0.5),
+        gx.topk(gx.warmup_density([0.5, 0.25], 1)),
+        gx.topk(0.5, scope="global"),
+        gx.powersgd(2),
+        gx.apply_if_finite(gx.topk(0.5)),
+    ],
+    ids=repr,
+)
+def test_a_part_that_is_given_no_leaf_keeps_jax_arrays(inner):
+    tx = gx.chain(gx.unscale(), gx.masked(inner, ~gx.path_glob("*")), gx.allreduce(), check=False)
+    grads = {"w": jnp.ones(4)}
+    state = tx.init(grads)
+    _, after = jax.jit(tx.update)(grads, state, loss_scale=2.0)
+    _, nothing = tx.update({"w": None}, state, loss_scale=2.0)
+    for tree in (state, after, nothing):
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))

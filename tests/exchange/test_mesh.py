@@ -3,13 +3,14 @@
 from functools import cache
 
 import numpy as np
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradtx as gx
-from gradtx.testing import run_ranks
+from gradtx.testing import check_laws, run_ranks
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -101,6 +102,15 @@ def worst(one, other):
     return max(diffs) / max(*largest, 1e-30)
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_it_keeps_the_laws(name):
+    # All FP32: what L2 speaks of is then the same program.
+    params = {"bn1": {"weight": torch.zeros(5)}, "s": torch.zeros(()), "w": torch.zeros(6, 5)}
+    tx = chain_of(name, axis_name="data", op="sum", algorithm="gather")
+    check_laws(tx, params=params, ranks=(2,), steps=2)
+    check_laws(chain_of(name, axis_name="data"), ranks=(2,), laws=["L10"])
+
+
 @pytest.mark.parametrize(
     ("name", "size", "check_vma"),
     [*((name, 2, True) for name in PARTS), *((name, 4, False) for name in SOME)],
@@ -133,6 +143,14 @@ def test_state_is_a_fixed_point(name):
     before = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), on_mesh.state)
     on_mesh.step(gradients(0, 2, 1)[0])
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), on_mesh.state) == before
+
+
+def test_state_has_the_structure_it_has_on_torch():
+    """An empty state among them, which is a NamedTuple without fields."""
+    params = jax.tree.map(lambda x: torch.zeros(x.shape), zeros())
+    on_jax = optree.tree_structure(chain_of("topk", axis_name="data").init(zeros()))
+    on_torch = optree.tree_structure(chain_of("topk").init(params))
+    assert on_jax == on_torch
 
 
 @pytest.mark.parametrize("name", PARTS)
