@@ -72,7 +72,8 @@ class Pipeline:
             no exchange (GX405).
         ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`, or a
             `dynamic_loss_scale` as well.
-        TypeError: if a parameter is no floating-point tensor, or the scaler no GradScaler.
+        TypeError: if a parameter is no floating-point tensor, the scaler no GradScaler, or the
+            exchange one over a JAX mesh.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
 
     Example:
@@ -101,6 +102,11 @@ class Pipeline:
         """All of the construction that one rank does alone, and may fail in."""
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
         if self.tx.exchange is not None:
+            if self.tx.exchange.one_program:
+                raise TypeError(
+                    f"{self.tx.exchange.code()} exchanges JAX arrays over a mesh; a Pipeline has "
+                    "torch tensors: write allreduce()"
+                )
             self._group = self.tx.exchange.group
         _check_chain(self.tx, self._group)
         _refuse_ddp(model)

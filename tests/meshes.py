@@ -41,15 +41,17 @@ class OnMesh:
         params: a tree of arrays, the same on all devices.
         size: how many devices.
         check_vma: of `jax.shard_map`.
+        donate: of `jax.jit`: 0 are the gradients, 1 is the state.
+        scaled: whether the chain takes a loss scale.
     """
 
-    def __init__(self, tx, params, size, *, check_vma=True, donate=()):
+    def __init__(self, tx, params, size, *, check_vma=True, donate=(), scaled=True):
         self.mesh = mesh_of(size)
         self.specs = gx.partition_specs(jax.eval_shape(tx.init, params), axis_name="data")
 
         def step(stacked, state, scale):
             own = jax.tree.map(lambda x: x[0], stacked)
-            return tx.update(own, state, loss_scale=scale)
+            return tx.update(own, state, **({"loss_scale": scale} if scaled else {}))
 
         specs = (P("data"), self.specs, P()), (P(), self.specs)
         mapped = {"mesh": self.mesh, "check_vma": check_vma}

@@ -1377,3 +1377,9 @@ def test_buffers_that_have_changed_their_size_are_told():
             pipe.sync_buffers()
 
     run_ranks(2, rank)
+
+
+def test_an_exchange_over_a_mesh_is_refused():
+    pytest.importorskip("jax")
+    with pytest.raises(TypeError, match=r"torch tensors: write allreduce\(\)"):
+        gx.Pipeline(gx.chain(gx.allreduce(axis_name="data")), torch.nn.Linear(2, 1))

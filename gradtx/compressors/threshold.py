@@ -103,7 +103,7 @@ def threshold(
         feedback=feedback,
     )
     if isinstance(tau, Schedule):
-        return scheduled(stage, tau, lambda value: _threshold(stage, value, capacity))
+        return scheduled(stage, tau, lambda value: _threshold(stage, value, capacity), sized=False)
     return _threshold(stage, tau, capacity)
 
 

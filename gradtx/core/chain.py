@@ -145,7 +145,13 @@ class Chain(Transformation):
     def _step(
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ChainState]:
-        unknown = dict(unknown_steps(self.core, state.states)) if self._may_vary(state) else {}
+        found = list(unknown_steps(self.core, state.states)) if self._may_vary(state) else []
+        if self.exchange is None and any(part.sized for part, _ in found):
+            raise TypeError(
+                f"{self.code()}: sizes follow from the step, which is not known under jax.jit; "
+                "put an exchange into the chain, or call update outside of jit"
+            )
+        unknown = {part.schedule: count for part, count in found}
         return self._branched(list(unknown.items()), {}, updates, state, params, extra)
 
     def _may_vary(self, state: Any) -> bool:
@@ -164,11 +170,6 @@ class Chain(Transformation):
         """A step, with one branch for each value of the schedules whose step is not known."""
         if not unknown:
             return self._taken(scheduled, updates, state, params, extra)
-        if self.exchange is None:
-            raise TypeError(
-                f"{self.code()}: sizes follow from the step, which is not known under jax.jit; "
-                "put an exchange into the chain, or call update outside of jit"
-            )
         (schedule, count), *rest = unknown
 
         def branch(value: float) -> tuple[PyTree, ChainState]:
@@ -197,6 +198,10 @@ class Chain(Transformation):
         with telling_others(self, state, context):
             _check_state(self, state)
             leaves = layout.match(updates)
+            if exchange is not None:
+                paths = (spec.path for spec in layout.leaves)
+                given = zip(paths, leaves, strict=True)
+                exchange.check_local({p: leaf for p, leaf in given if leaf is not None})
             if any(leaf is None for leaf in leaves):
                 context = replace(context, absent=_absent(leaves, layout))
                 context.progress.absent = context.absent

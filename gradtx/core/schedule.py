@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,12 +64,18 @@ class Schedule:
         Raises:
             ValueError: if the function gives one that was not declared.
         """
-        value = self.function(step)
-        if value not in self.values:
+        value = float(self.function(step))
+        nearest = min(self.values, key=lambda declared: abs(declared - value))
+        # JAX computes in FP32.
+        if not math.isclose(nearest, value, rel_tol=1e-6):
             raise ValueError(
                 f"{self!r} gives {value!r} at step {step}: declare it among its values"
             )
-        return value
+        return nearest
+
+    def __hash__(self) -> int:
+        # Not of the function: an object that can be called need not have one.
+        return hash(self.values)
 
     def index(self, step: Array) -> Array:
         """The position among `values` of the value at a step that is not known yet.
@@ -169,13 +176,19 @@ class Scheduled(Transformation):
 
     Attributes:
         schedule: the hyperparameter.
+        sized: whether sizes follow from it.
     """
 
     schedule: Schedule
+    sized: bool
 
 
 def scheduled(
-    stage: Stage, schedule: Schedule, make: Callable[[float], Transformation]
+    stage: Stage,
+    schedule: Schedule,
+    make: Callable[[float], Transformation],
+    *,
+    sized: bool = True,
 ) -> Scheduled:
     """A transformation whose hyperparameter follows a schedule.
 
@@ -183,6 +196,7 @@ def scheduled(
         stage: its declaration.
         schedule: the hyperparameter.
         make: the transformation for one value; its state must not depend on the value.
+        sized: whether the sizes of what it gives follow from the value.
 
     Returns:
         The transformation. Where the step is not known yet, as under `jax.jit`, its `update` takes
@@ -206,8 +220,8 @@ def scheduled(
             value = context.scheduled[schedule]
         else:
             raise TypeError(
-                f"{stage.code()}: sizes follow from the step, which is not known under jax.jit; "
-                "put it into a chain with an exchange, or call update outside of jit"
+                f"{stage.code()} follows the step, which is not known under jax.jit; put it into a "
+                "chain with an exchange, or call update outside of jit"
             )
         out, inner_state = parts[value].step(updates, state.inner_state, params, **extra)
         return out, ScheduleState(state.count + 1, inner_state)
@@ -216,18 +230,18 @@ def scheduled(
         return ScheduleState(state.count, first.settle(state.inner_state, payloads))
 
     transformation = Scheduled(stage, init, update, settle=settle)
-    transformation.schedule = schedule
+    transformation.schedule, transformation.sized = schedule, sized
     return transformation
 
 
 def unknown_steps(
     parts: Sequence[Transformation], states: Sequence[Any]
-) -> Iterator[tuple[Schedule, Array]]:
-    """The schedules within some parts whose step is not known yet, and their counts."""
+) -> Iterator[tuple[Scheduled, Array]]:
+    """What follows a schedule within some parts and does not know its step yet; and the counts."""
     for part, state in zip(parts, states, strict=True):
         if isinstance(part, Scheduled):
             if backends.of(state.count).concrete(state.count) is None:
-                yield part.schedule, state.count
+                yield part, state.count
         elif part.parts:
             several = getattr(state, "inner_states", None)
             yield from unknown_steps(

@@ -216,6 +216,9 @@ class Exchange(Transformation):
         """The ranks it talks to over torch.distributed."""
         raise NotImplementedError
 
+    def check_local(self, leaves: Mapping[str, Array]) -> None:
+        """Refuses gradients, by path, that are known not to be those of one rank alone."""
+
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number, and how many ranks there are, for the arrays of a step."""
         raise NotImplementedError

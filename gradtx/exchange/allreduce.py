@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -135,7 +135,9 @@ class Allreduce(Exchange):
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number and how many there are, for the arrays of a step."""
         on_jax = any(not isinstance(x, torch.Tensor) for x in arrays)
-        if self.axis_name is None and not (on_jax and self.group.size == 1):
+        if self.axis_name is not None:
+            self._on_jax(arrays)
+        elif not (on_jax and self.group.size == 1):
             return self.group.rank, self.group.size
         axis = self._axis()
         return axis.rank, axis.size
@@ -144,6 +146,15 @@ class Allreduce(Exchange):
         from gradtx.exchange.mesh import MeshAxis
 
         return MeshAxis(self.axis_name)
+
+    def check_local(self, leaves: Mapping[str, Array]) -> None:
+        """Refuses gradients that JAX has summed over the axis already, as far as it tells.
+
+        Raises:
+            ValueError: naming the paths.
+        """
+        if self.axis_name is not None:
+            self._axis().check(leaves)
 
     def _on_jax(self, arrays: Sequence[Array]) -> bool:
         """Whether the arrays of a step are JAX's.
@@ -208,7 +219,8 @@ class Allreduce(Exchange):
         context.progress.finite = flags.not_finite == 0
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:
-            good = judge(tree, context)
+            # Read at once, as the flags were: so the counters stay where they are.
+            good = torch.tensor(bool(judge(tree, context)))
         return tree, AllreduceState(state.count + 1, good)
 
     def _over_mesh(
@@ -217,12 +229,16 @@ class Allreduce(Exchange):
         """The exchanged leaves, and whether the step is good."""
         from gradtx.exchange import mesh
 
+        axis = self._axis()
         out, settled, good = mesh.exchange(
-            self._axis(), leaves, context, op=self._op, algorithm=self._algorithm, finite=finite
+            axis, leaves, context, op=self._op, algorithm=self._algorithm, finite=finite
         )
         context.progress.settled = settled
-        context.progress.finite = good
-        return out, good if finite is None else good & judge(out, context)
+        # Parameters may be spread over other axes: all their parts step, or none.
+        context.progress.finite = good = axis.everywhere(good, leaves)
+        if finite is not None:
+            good = axis.everywhere(good & judge(out, context), leaves)
+        return out, good
 
     def _agree(self, group: Group, context: Context, step: int, outgoing: Outgoing) -> None:
         key = _key(context)

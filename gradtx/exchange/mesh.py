@@ -67,12 +67,13 @@ class MeshAxis:
 
     Raises:
         ValueError: if there is no such axis here, naming those that there are; or, without a name,
-            if there are axes that the gradients may vary over.
+            if there are axes of a mesh that the gradients may vary over.
     """
 
     def __init__(self, name: str | None) -> None:
         self.name = name
         axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        self._axes = axes
         self._of_mesh = name in axes
         if name is None:
             if axes:
@@ -122,25 +123,39 @@ class MeshAxis:
 
     def varies(self, x: Array) -> bool:
         """Whether JAX knows an array to vary along the axis: it does only under ``check_vma``."""
-        kind: Any = jax.typeof(x)
-        tracked: Any = getattr(kind, "mat", None)
-        return self.name in (kind.vma if tracked is None else tracked.varying)
+        return self.name in _varying(x)
 
-    def check(self, leaves: Sequence[Array]) -> None:
+    def check(self, leaves: Mapping[str, Array]) -> None:
         """Refuses gradients that JAX has summed already, where it keeps track of that.
 
+        Args:
+            leaves: by path, as they were given to the chain.
+
         Raises:
-            ValueError: if none of them varies along the axis.
+            ValueError: naming those that do not vary along the axis.
         """
-        if not (leaves and self._of_mesh and self.varies(self.rank)):
+        if not (self._of_mesh and self.varies(self.rank)):
             return
-        if not any(self.varies(leaf) for leaf in leaves):
+        same = [path for path, leaf in leaves.items() if not self.varies(leaf)]
+        if same:
             raise ValueError(
-                f"these gradients are the same on all devices along {self.name!r}: with respect to "
-                "parameters that do not vary along it, jax.grad has summed them, uncompressed; "
-                "take the gradient with respect to "
+                f"the gradients of {_listed(same)} are the same on all devices along "
+                f"{self.name!r}: with respect to parameters that do not vary along it, jax.grad "
+                "has summed them, uncompressed; take the gradient with respect to "
                 f"jax.lax.pcast(params, {self.name!r}, to='varying')"
             )
+
+    def everywhere(self, good: Array, leaves: Sequence[Any]) -> Array:
+        """Whether a step is good along all axes of the mesh that some leaf varies over."""
+        others = [axis for axis in self._axes if axis != self.name]
+        if self._of_mesh and self.varies(self.rank):
+            varying = {axis for x in arrays_in(leaves) for axis in _varying(x)}
+            others = [axis for axis in others if axis in varying]
+        if not others:
+            return good
+        psum: Any = jax.lax.psum
+        everywhere: Array = psum((~good).astype(jnp.int32), tuple(others)) == 0
+        return everywhere
 
 
 def exchange(
@@ -166,7 +181,6 @@ def exchange(
         The dense leaves; the payloads whose values are known only now, by position; and whether
         the gradients of all devices were finite.
     """
-    axis.check(arrays_in(leaves))
     plan = Plan(leaves, context, axis.size, algorithm, _nbytes, lambda payloads: 1)
     good = jnp.asarray(True) if finite is None else finite
     totals: dict[int, Array] = {}
@@ -331,6 +345,13 @@ def _from_bytes(data: Array, dtype: Any) -> Array:
     rows = jnp.reshape(data, (-1, dtype.itemsize)) if dtype.itemsize > 1 else data
     values: Array = jax.lax.bitcast_convert_type(rows, dtype)
     return values
+
+
+def _varying(x: Array) -> Any:
+    """The axes that JAX knows an array to vary over."""
+    kind: Any = jax.typeof(x)
+    tracked: Any = getattr(kind, "mat", None)
+    return kind.vma if tracked is None else tracked.varying
 
 
 def _listed(axes: Sequence[str]) -> str:

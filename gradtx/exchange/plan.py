@@ -70,9 +70,8 @@ class Plan:
             if context.absent and context.absent[i] and isinstance(leaves[i], Payload):
                 dense[i] = backends.of(dense[i]).zeros_like(dense[i])
         summands = {i: payload.summand() for i, payload in self.summed.items()}
-        self.parts: dict[int, Array] = {
-            i: part for i in order if (part := (dense | summands).get(i)) is not None
-        }
+        summed: dict[int, Any] = dense | summands
+        self.parts: dict[int, Array] = {i: summed[i] for i in order if summed.get(i) is not None}
 
     def _dense_nbytes(self, position: int, payload: Payload) -> int:
         leaves = [self.layout.leaves[i] for i in _places(position, payload)]

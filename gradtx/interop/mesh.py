@@ -15,9 +15,11 @@ from gradtx.exchange.allreduce import AllreduceState
 def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
     """How a state is laid out over the devices of a mesh, for `jax.shard_map`.
 
-    What differs between devices (residuals and velocities, and what a foreign transformation before
-    the exchange keeps) is laid along its first axis: on `N` devices, the residual of a leaf of
-    shape ``[n, ...]`` is one array of shape ``[N * n, ...]``. All else is the same on all.
+    What differs between devices is laid along its first axis: the fields that a state names in its
+    property ``per_rank``, such as residuals and velocities, and what a foreign transformation
+    before the exchange keeps, but for counters. On `N` devices, the residual of a leaf of shape
+    ``[n, ...]`` is one array of shape ``[N * n, ...]``. All else is the same on all. The parameters
+    are taken to be whole on every device, not spread over other axes.
 
     Args:
         state: of a chain, or a tree with such states in it, as of `optax.chain`; arrays, or what
@@ -29,6 +31,7 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
 
     Raises:
         TypeError: if `axis_name` is no string.
+        ValueError: if what differs between devices is a single number of shape ``[]``.
         ImportError: if jax is not installed.
 
     Example:
@@ -74,7 +77,8 @@ class _Walk:
 
     def visit(self, state: Any) -> Any:
         """The specs of the state of one transformation."""
-        if not type(state).__module__.startswith("gradtx."):
+        ours = type(state).__module__.startswith("gradtx.") or hasattr(state, "per_rank")
+        if not ours:
             return self._all(state, self._everywhere if self._exchanged else self._along)
         self._exchanged |= isinstance(state, AllreduceState)
         own = getattr(state, "per_rank", ())
@@ -89,7 +93,14 @@ class _Walk:
         return type(state)(*parts)
 
     def _all(self, tree: PyTree, spec: Any) -> PyTree:
-        # A leaf of shape [] cannot be laid out along an axis: it is a counter.
-        return optree.tree_map(
-            lambda leaf: spec if leaf.ndim else self._everywhere, tree, namespace=NAMESPACE
-        )
+        def of(leaf: Any) -> Any:
+            if leaf.ndim or spec is self._everywhere:
+                return spec
+            if "float" in str(leaf.dtype):
+                raise ValueError(
+                    "a state that differs between devices has a number of shape []: it cannot be "
+                    "laid out along an axis; keep it as [1]"
+                )
+            return self._everywhere  # A counter.
+
+        return optree.tree_map(of, tree, namespace=NAMESPACE)

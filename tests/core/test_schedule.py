@@ -287,7 +287,7 @@ def test_under_jit_the_error_says_why():
     tx = gx.topk(gx.warmup_density(DENSITIES, 2), feedback=False)
     tree = {"w": jax.numpy.ones(20)}
     assert sent(tx, 3, tree) == [10, 10, 5]
-    with pytest.raises(TypeError, match=r"sizes follow from the step, which is not known"):
+    with pytest.raises(TypeError, match=r"follows the step, which is not known under jax.jit"):
         jax.jit(tx.update)(tree, tx.init(tree))
 
 
@@ -331,3 +331,39 @@ def test_two_schedules_under_jit_follow_each_their_own():
         updates, state = jax.jit(tx.update)(tree, state)
         found.append(int((updates["w"] != 0).sum()))
     assert found == [8, 2, 8]
+
+
+def test_a_function_for_jit_does_outside_of_it():
+    jnp = pytest.importorskip("jax.numpy")
+    schedule = gx.Schedule(lambda step: jnp.where(step < 2, 0.5, 0.1), (0.5, 0.1), "stairs")
+    assert [schedule(step) for step in range(4)] == [0.5, 0.5, 0.1, 0.1]  # 0.1 is no FP32 number
+    assert sent(gx.topk(schedule, feedback=False), 3) == [10, 10, 2]
+    tree = {"w": jnp.ones(20)}
+    assert sent(gx.topk(schedule, feedback=False), 3, tree) == [10, 10, 2]
+
+
+class Stairs:
+    def __call__(self, step):
+        return 0.5 + 0 * step
+
+    def __eq__(self, other):
+        return isinstance(other, Stairs)
+
+    __hash__ = None
+
+
+def test_an_object_that_has_no_hash_will_do():
+    jax = pytest.importorskip("jax")
+    tx = gx.chain(gx.topk(gx.Schedule(Stairs(), (0.5,))), gx.ef(), gx.allreduce())
+    tree = {"w": jax.numpy.arange(20.0)}
+    updates, _ = jax.jit(tx.update)(tree, tx.init(tree))
+    assert int((updates["w"] != 0).sum()) == 10
+
+
+def test_a_bound_may_follow_a_schedule_under_jit_without_an_exchange():
+    jax = pytest.importorskip("jax")
+    tx = gx.chain(gx.threshold(gx.warmup_density([0.5, 2.0], 1), capacity=1.0, feedback=False))
+    tree, update = {"w": jax.numpy.asarray([1.0, 3.0])}, jax.jit(tx.update)
+    first, state = update(tree, tx.init(tree))
+    second, _ = update(tree, state)
+    assert [out["w"].decode().tolist() for out in (first, second)] == [[1, 3], [0, 3]]

@@ -1,6 +1,7 @@
 """The exchange over an axis of a JAX mesh."""
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -14,6 +15,7 @@ from gradtx.testing import check_laws, run_ranks
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+optax = pytest.importorskip("optax")
 
 from gradtx.bench.hlo import collective_bytes  # noqa: E402
 from gradtx.exchange.mesh import BLOCK, MeshAxis, _Packing  # noqa: E402
@@ -197,11 +199,15 @@ def test_steps_in_a_scan_are_the_steps(name):
         assert worst(jax.tree.map(lambda x, i=i: x[i], found), tree) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_gradients_and_state_may_be_donated():
     plain = on_mesh_of("topk")
-    donated = OnMesh(chain_of("topk", axis_name="data"), zeros(), 2, donate=(1,))
+    donated = OnMesh(chain_of("topk", axis_name="data"), zeros(), 2, donate=(0, 1))
     for tree in gradients(2, 2, 3):
-        assert worst(plain.step(tree), donated.step(tree)) == 0
+        given, state = laid_out(donated.mesh, tree), donated.state
+        updates, donated.state = donated.update(given, state, jnp.float32(1.0))
+        assert worst(plain.step(tree), updates) == 0
+        assert state.residual["w"].is_deleted()
 
 
 def test_a_leaf_that_is_none_stays_none_and_keeps_its_residual():
@@ -319,6 +325,26 @@ def test_one_axis_of_two():
     np.testing.assert_array_equal(found, (rows + rows[[2, 3, 0, 1]]) / 2)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parts_of_a_model_on_another_axis_step_all_or_none(check_vma):
+    """Parameters spread over "shard": a bad value in one part is a bad step of the other too."""
+    tx = gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce(axis_name="replica", algorithm="gather"))
+
+    def step(grads):
+        grads = jnp.where(grads == 5.0, jnp.inf, grads)  # of one device of four
+        updates, state = tx.update([grads], tx.init([grads]))
+        return jnp.stack([updates[0].sum(), state.last_finite.astype(jnp.float32)])[None]
+
+    mesh = jax.make_mesh((2, 2), ("replica", "shard"))
+    mapped = jax.shard_map(
+        lambda x: step(x[0]), mesh=mesh, in_specs=P(("replica", "shard")), out_specs=P("shard"),
+        check_vma=check_vma,
+    )  # fmt: skip
+    rows = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    rows = jax.device_put(rows, jax.NamedSharding(mesh, P(("replica", "shard"))))
+    np.testing.assert_array_equal(mapped(rows), np.zeros((2, 2)))
+
+
 def test_an_axis_that_is_not_there_is_refused_naming_those_that_are():
     tx = gx.allreduce(axis_name="batch")
     with pytest.raises(ValueError, match=r"'batch'\): no axis of that name; the axes here are 'd"):
@@ -329,26 +355,33 @@ def test_an_axis_that_is_not_there_is_refused_naming_those_that_are():
 
 def test_an_exchange_without_an_axis_inside_a_mesh_is_refused():
     tx = gx.allreduce()
-    with pytest.raises(ValueError, match=r"write|such as allreduce\(axis_name='data'\)"):
+    with pytest.raises(ValueError, match=r"such as allreduce\(axis_name='data'\)"):
         in_shard_map(lambda x: tx.update([x], tx.init([x]))[0][0])
 
 
-def test_gradients_that_jax_has_summed_are_refused():
+@pytest.mark.parametrize("name", PARTS)
+def test_gradients_that_jax_has_summed_are_refused_whatever_the_chain(name):
+    tx = chain_of(name, axis_name="data")
+
+    def step(x):
+        params = {"a": jnp.ones(3), "b": jax.lax.pcast(jnp.ones(3), "data", to="varying")}
+        grads = jax.grad(lambda p: (p["a"] * x + p["b"]).sum())(params)
+        return tx.update(grads, tx.init(params), loss_scale=1.0)[0]["b"]
+
+    with pytest.raises(ValueError, match=r"gradients of 'a' are the same .* along 'data': .*pcast"):
+        in_shard_map(step)
+
+
+def test_gradients_of_own_parameters_are_taken():
     tx = gx.allreduce(axis_name="data")
 
     def loss(params, x):
         return (params * x).sum()
 
-    def summed(x):
-        grads = jax.grad(loss)(jnp.ones(3), x)
-        return tx.update([grads], tx.init([grads]))[0][0]
-
     def own(x):
         grads = jax.grad(loss)(jax.lax.pcast(jnp.ones(3), "data", to="varying"), x)
         return jax.lax.pcast(tx.update([grads], tx.init([grads]))[0][0], "data", to="varying")
 
-    with pytest.raises(ValueError, match=r"the same on all devices along 'data': .*to='varying'"):
-        in_shard_map(summed)
     rows = np.arange(6.0).reshape(2, 3)
     np.testing.assert_array_equal(in_shard_map(own), np.tile(rows.mean(0), 2))
 
@@ -381,6 +414,8 @@ def test_torch_tensors_are_refused_where_an_axis_is_named():
 
     with pytest.raises(TypeError, match=r"for torch tensors write allreduce\(\)"):
         in_shard_map(step)
+    with pytest.raises(TypeError, match=r"for torch tensors write allreduce\(\)"):
+        step(None)
 
 
 def test_jax_arrays_are_refused_between_torch_ranks():
@@ -415,3 +450,95 @@ def test_mesh_of_one_device():
     expected, _ = on_threads(chain_of("topk"), [tree], 1, [1.0])[0]
     assert worst(on_mesh.step(tree), expected[0]) == 0
     assert mesh_of(1).size == 1
+
+
+class Local(NamedTuple):
+    """The state of a stage before the exchange."""
+
+    norm: Any
+    count: Any
+
+
+def foreign(norm):
+    def init(params):
+        return Local(norm, jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None):
+        return updates, state
+
+    return gx.declare(optax.GradientTransformation(init, update), needs_reduced=False)
+
+
+class TestPartitionSpecs:
+    def specs(self, tx, params=None):
+        params = zeros() if params is None else params
+        return gx.partition_specs(jax.eval_shape(tx.init, params), axis_name="data")
+
+    def test_what_differs_between_devices_is_along_the_axis(self):
+        momentum = self.specs(chain_of("momentum", axis_name="data")).gate.inner_states[0]
+        assert set(jax.tree.leaves((momentum.velocity, momentum.residual))) == {P("data")}
+        powersgd = self.specs(chain_of("powersgd", axis_name="data")).gate.inner_states[0]
+        assert set(jax.tree.leaves(powersgd.residual)) == {P("data")}
+        assert set(jax.tree.leaves(powersgd.inner_states)) == {P()}
+
+    def test_within_optax(self):
+        tx = optax.chain(gx.to_optax(chain_of("topk", axis_name="data")), optax.adam(1e-3))
+        chain, (adam, _) = self.specs(tx)
+        assert set(jax.tree.leaves(chain.residual)) == {P("data")}
+        assert set(jax.tree.leaves(adam)) == {P()}
+
+    def test_foreign_stages_by_where_they_stand(self):
+        before = gx.chain(foreign(jnp.zeros(3)), gx.allreduce(axis_name="data"))
+        assert self.specs(before).gate.inner_states[0] == Local(P("data"), P())
+        behind = gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce(axis_name="data"), optax.adam(1e-3))
+        assert set(jax.tree.leaves(self.specs(behind).gate.inner_states[-1])) == {P()}
+
+    def test_a_number_that_differs_between_devices_is_refused(self):
+        tx = gx.chain(foreign(jnp.zeros(())), gx.allreduce(axis_name="data"))
+        with pytest.raises(ValueError, match=r"a number of shape \[\].*keep it as \[1\]"):
+            self.specs(tx)
+
+    def test_the_axis_is_a_name(self):
+        with pytest.raises(
+            TypeError, match=r"partition_specs\(axis_name=0\): expected a mesh axis"
+        ):
+            gx.partition_specs({}, axis_name=0)
+
+    def test_an_optimizer_in_the_chain_trains_on_the_mesh(self):
+        tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(axis_name="data"), optax.adam(0.1))
+        params, mesh = {"w": jnp.asarray([3.0, -2.0, 1.0, 0.5])}, mesh_of(2)
+        specs = self.specs(tx, params)
+
+        def run(params, state, x):
+            def step(carry, _):
+                params, state = carry
+                own = jax.lax.pcast(params, "data", to="varying")
+                grads = jax.grad(lambda p: ((p["w"] - x[0]) ** 2).sum())(own)
+                updates, state = tx.update(grads, state, params)
+                return (optax.apply_updates(params, updates), state), None
+
+            return jax.lax.scan(step, (params, state), None, 200)[0]
+
+        init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+        mapped = jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+        )
+        params = jax.device_put(params, jax.NamedSharding(mesh, P()))
+        rows = np.asarray([[1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 1.0, 0.0]], np.float32)
+        trained, _ = mapped(params, init(params), laid_out(mesh, rows))
+        np.testing.assert_allclose(trained["w"], rows.mean(0), atol=0.1)
+
+
+def test_dynamic_loss_scale_falls_on_all_devices_together():
+    tx = gx.chain(
+        gx.dynamic_loss_scale(16.0, growth_interval=2), gx.topk(0.5), gx.ef(),
+        gx.allreduce(axis_name="data"),
+    )  # fmt: skip
+    on_mesh = OnMesh(tx, {"w": jnp.zeros(4)}, 2, scaled=False)
+    bad = np.ones((2, 4), np.float32)
+    bad[1, 2] = INF
+    scales = []
+    for rows in (np.ones((2, 4), np.float32), bad, *[np.ones((2, 4), np.float32)] * 2):
+        on_mesh.step({"w": rows})
+        scales.append(float(on_mesh.state.loss_scale))
+    assert scales == [16.0, 8.0, 8.0, 16.0]
