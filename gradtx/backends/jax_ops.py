@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from gradtx.backends import registry
+from gradtx.backends import registry, rows
 
 registry.register_with_jax(jax)
 
@@ -264,36 +263,20 @@ def concrete(count: Array) -> int | None:
     return None if isinstance(count, jax.core.Tracer) else int(count)
 
 
-# Leaves that are larger are compiled one by one, rather than copied to lie beside each other.
-_LARGE = 2**16
-
-
 def each(fn: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
     """``fn`` of each row of some columns, whose entries are arrays or payloads.
 
-    Rows of the same small shapes go through one computation: a program for a thousand leaves, each
-    on its own, would take minutes to compile.
+    Rows of the same small shapes go through one computation.
     """
-    rows = list(zip(*columns, strict=True))
-    groups: dict[Any, list[int]] = {}
-    for i, row in enumerate(rows):
-        arrays, treedef = jax.tree.flatten(row)
-        large = any(x.size > _LARGE for x in arrays)
-        kind = i if large else (treedef, tuple((x.shape, x.dtype) for x in arrays))
-        groups.setdefault(kind, []).append(i)
-    out: list[Any] = [None] * len(rows)
-    for places in groups.values():
+    given = list(zip(*columns, strict=True))
+    out: list[Any] = [None] * len(given)
+    for places in rows.groups(given):
         if len(places) == 1:
-            out[places[0]] = fn(*rows[places[0]])
+            out[places[0]] = fn(*given[places[0]])
             continue
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(rows[i] for i in places))
-        # Not to be computed anew for each row that is taken out.
-        barrier: Any = jax.lax.optimization_barrier
-        found = barrier(jax.vmap(fn)(*barrier(stacked)))
+        found = jax.vmap(fn)(*rows.stacked([given[i] for i in places]))
         for number, i in enumerate(places):
-            out[i] = jax.tree.map(
-                partial(jax.lax.index_in_dim, index=number, keepdims=False), found
-            )
+            out[i] = rows.row(found, number)
     return out
 
 

@@ -12,17 +12,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gradtx.backends.jax_ops import each
+from gradtx.backends import rows
 from gradtx.core.payload import Joined, Payload
 from gradtx.core.transformation import Context
 from gradtx.core.tree import arrays_in, structure, unflatten
 from gradtx.exchange.message import Field, fields
-from gradtx.exchange.plan import Plan, add_payload, further_rounds, results_of
+from gradtx.exchange.plan import Plan, further_rounds, results_of
 
 Array = jax.Array
 
@@ -186,9 +187,11 @@ def exchange(
     totals: dict[int, Array] = {}
     agreed: Array | None = None
     if plan.payloads:
-        packing = _Packing(plan.payloads)
+        groups = _Group.of(plan)
+        packing = _Packing([group.payload for group in groups])
         received = axis.all_gather(packing.encode(good))
-        totals = _added(plan, packing, received)
+        for group, sums in zip(groups, _added(groups, packing, received), strict=True):
+            totals.update((i, x.astype(plan.dtype(i))) for i, x in group.split(sums))
         agreed = packing.all_good(received)
     for dtype, places in plan.dense_places.items():
         parts = [jnp.ravel(plan.parts[i]).astype(dtype) for i in places]
@@ -211,28 +214,77 @@ def exchange(
     return out, settled, agreed
 
 
-def _added(plan: Plan, packing: _Packing, received: Array) -> dict[int, Array]:
-    """The sums of the payloads of all devices, in their order."""
+@dataclass(frozen=True)
+class _Group:
+    """Payloads of leaves of one shape, or one that stands alone.
 
-    def add(totals: Mapping[int, Array], message: Array) -> dict[int, Array]:
-        out, single = dict(totals), {}
-        for places, payload in zip(plan.places, packing.decode(message), strict=True):
-            if isinstance(payload, Joined):
-                add_payload(out, payload, plan, places[0], lambda i: False)
-            else:
-                single[places[0]] = payload
-        payloads, old = list(single.values()), [out[i] for i in single if i in out]
-        # Leaves of one shape are added at once.
-        new = each(_add, payloads, old) if old else each(_decode, payloads)
-        out.update((i, x.astype(plan.dtype(i))) for i, x in zip(single, new, strict=True))
+    Attributes:
+        places: for each payload, the positions of its leaves.
+        payload: the payload; of several, one whose arrays have them as rows.
+    """
+
+    places: list[list[int]]
+    payload: Payload
+
+    @classmethod
+    def of(cls, plan: Plan) -> list[_Group]:
+        """All that is gathered."""
+        # The positions in a large leaf are told block by block, in those of one leaf.
+        small = [i for i, payload in enumerate(plan.payloads) if payload.size <= BLOCK]
+        groups = rows.groups([plan.payloads[i] for i in small])
+        found = [[small[i] for i in group] for group in groups]
+        found += [[i] for i, payload in enumerate(plan.payloads) if payload.size > BLOCK]
+        out = []
+        for members in found:
+            payloads = [plan.payloads[i] for i in members]
+            payload = rows.stacked(payloads) if len(members) > 1 else payloads[0]
+            out.append(cls([plan.places[i] for i in members], payload))
         return out
 
-    first = add({}, received[0])
+    def decode(self, payload: Payload) -> Array:
+        """The dense values, flat; of several payloads in rows."""
+        decode: Any = jax.vmap(_decode) if len(self.places) > 1 else _decode
+        values: Array = decode(payload)
+        return values
+
+    def add(self, payload: Payload, total: Array) -> Array:
+        """The values added to those of other devices."""
+        add: Any = jax.vmap(_add) if len(self.places) > 1 else _add
+        values: Array = add(payload, total)
+        return values
+
+    def split(self, total: Array) -> Iterator[tuple[int, Array]]:
+        """The values by position of the leaf, flat."""
+        if isinstance(self.payload, Joined):
+            for i, part in self.payload.parts.split(total).items():
+                yield i, jnp.ravel(part)
+            return
+        for number, [place] in enumerate(self.places):
+            yield place, rows.row(total, number) if len(self.places) > 1 else total
+
+
+def _added(groups: Sequence[_Group], packing: _Packing, received: Array) -> list[Array]:
+    """For each group, the sum over all devices, in their order."""
+    first = [
+        group.decode(payload)
+        for group, payload in zip(groups, packing.decode(received[0]), strict=True)
+    ]
+
+    def add(totals: list[Array], message: Array) -> tuple[list[Array], None]:
+        found = zip(groups, packing.decode(message), totals, strict=True)
+        return [group.add(payload, total) for group, payload, total in found], None
+
     # A loop, so that the program does not grow with the number of devices.
-    added: dict[int, Array] = jax.lax.scan(
-        lambda totals, message: (add(totals, message), None), first, received[1:]
-    )[0]
-    return added
+    totals: list[Array] = jax.lax.scan(add, first, received[1:])[0]
+    return totals
+
+
+def _add(payload: Payload, total: Array) -> Any:
+    return payload.add_to(total)
+
+
+def _decode(payload: Payload) -> Any:
+    return payload.decode()
 
 
 def _nbytes(payloads: Sequence[Payload]) -> int:
@@ -247,14 +299,6 @@ def _field_nbytes(field: Field) -> int:
 
 def _further_blocks(universe: int) -> int:
     return max(0, -(-universe // BLOCK) - 1)
-
-
-def _add(payload: Payload, total: Array) -> Any:
-    return payload.add_to(total)
-
-
-def _decode(payload: Payload) -> Any:
-    return payload.decode()
 
 
 class _Packing:
