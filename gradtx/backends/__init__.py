@@ -20,7 +20,7 @@ import torch
 
 from gradtx.backends import torch_ops
 
-__all__ = ["find", "full_precision", "is_array", "of", "size", "within"]
+__all__ = ["find", "full_precision", "is_array", "of", "on_jax", "size", "within"]
 
 
 def _is_jax_array(x: Any) -> bool:
@@ -53,6 +53,7 @@ def size(x: Any) -> int:
     return math.prod(x.shape)
 
 
+_nothing: ContextVar[ModuleType] = ContextVar("nothing", default=torch_ops)
 _call: ContextVar[Any] = ContextVar("call", default=None)
 
 
@@ -66,11 +67,24 @@ def within(*trees: Any) -> Iterator[None]:
         _call.reset(token)
 
 
+@contextmanager
+def on_jax() -> Iterator[None]:
+    """What is given no array at all inside is JAX's: a tree of no leaves, say."""
+    from gradtx.backends import jax_ops
+
+    token = _nothing.set(jax_ops)
+    try:
+        yield
+    finally:
+        _nothing.reset(token)
+
+
 def find(leaves: Any) -> ModuleType:
     """The operations for the first array among `leaves`.
 
     Where there is none, those for the first one that the call at hand was given: a part that is
-    masked everywhere keeps its counters in arrays of the same kind as the others. Else torch's.
+    masked everywhere keeps its counters in arrays of the same kind as the others. Else JAX's within
+    `on_jax`, and torch's anywhere else.
     """
     for leaf in leaves:
         if is_array(leaf):
@@ -78,7 +92,7 @@ def find(leaves: Any) -> ModuleType:
     for leaf in optree.tree_leaves(_call.get()):
         if is_array(leaf):
             return of(leaf)
-    return torch_ops
+    return _nothing.get()
 
 
 @contextmanager

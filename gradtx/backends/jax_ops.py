@@ -247,15 +247,28 @@ def stack(arrays: Sequence[Array]) -> Array:
 
 def orthonormal(x: Array) -> Array:
     """For each matrix ``[..., n, r]``, n >= r: orthonormal columns whose span holds its own."""
-    return jnp.linalg.qr(x)[0]
+    # Scaled by a power of two: its squares would overflow, or vanish.
+    power = jnp.clip(exponent(jnp.abs(x).max((-2, -1), keepdims=True, initial=0.0)), -125, 125)
+    return jnp.linalg.qr(x * power_of_two(-power, dtype_name(x)))[0]
 
 
 def total_norm(leaves: Sequence[Array]) -> Array:
     """0-d FP32 or FP64: the Euclidean norm of all leaves together; no square overflows."""
-    largest = [jnp.abs(x).max(initial=0.0) for x in leaves]
-    scale = jnp.stack(largest).max() if largest else jnp.zeros(())
-    safe = jnp.where(scale > 0, scale, 1.0)
-    return safe * jnp.sqrt(sum((jnp.square(x / safe).sum() for x in leaves), jnp.zeros(())))
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    dtype = dtype_name(jnp.concatenate([jnp.zeros(0, x.dtype) for x in leaves]))
+    largest = jnp.stack([jnp.abs(x).max(initial=0.0).astype(dtype) for x in leaves]).max()
+    power = jnp.clip(exponent(largest), -125, 125)
+    scale = power_of_two(-power, dtype)
+    squares = [jnp.square(x.astype(dtype) * scale).sum() for x in leaves]
+    return jnp.sqrt(jnp.stack(squares).sum()) * power_of_two(power, dtype)
+
+
+def ratio(x: Array, y: Array) -> Array:
+    """``x / y``. XLA multiplies by ``1 / y``, which underflows for the largest `y`: not here."""
+    dtype = dtype_name(y)
+    scale = power_of_two(-jnp.clip(exponent(y), -125, 125), dtype)
+    return (x * scale) / (y * scale)
 
 
 def concrete(count: Array) -> int | None:
@@ -300,10 +313,12 @@ def random_key(*words: int | Array) -> Array:
     return key
 
 
-def random_keys(seed: int, words: Sequence[int], *others: int | Array) -> Sequence[Array]:
-    """For each word, ``random_key(seed, word, *others)``."""
+def random_keys(
+    seed: int, words: Sequence[int], rank: int | Array, count: Array
+) -> Sequence[Array]:
+    """For each word, ``random_key(seed, word, rank, count)``."""
     column = jnp.asarray([word % 2**32 for word in words], jnp.uint32)
-    return list(random_key(seed, column, *others))
+    return list(random_key(seed, column, rank, count))
 
 
 def random_bits(key: Array, n: int, like: Array) -> Array:

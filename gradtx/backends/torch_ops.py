@@ -273,6 +273,11 @@ def total_norm(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``x / y``."""
+    return x / y
+
+
 def concrete(count: torch.Tensor) -> int | None:
     """The value of a 0-d whole number, waiting for its device; None if it is not known yet."""
     return int(count)

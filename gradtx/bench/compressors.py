@@ -334,6 +334,8 @@ def check_plot(path: Path) -> None:
         ImportError: without matplotlib.
         ValueError: for a file of another kind.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("matplotlib not found: pip install 'gradtx[plot]'")
     if path.suffix not in PICTURES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,7 @@ def _read(path: Path, read: Callable[[Path], PyTree]) -> PyTree:
         RuntimeError,
         EOFError,
         pickle.UnpicklingError,
+        struct.error,
         zipfile.BadZipFile,
     ) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

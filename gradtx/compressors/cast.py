@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradtx import backends
+from gradtx.compressors.arguments import check_bool
 from gradtx.compressors.compressor import compressor
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.stage import Argument, Kind, Stage
@@ -105,16 +106,17 @@ def cast(dtype: str, *, feedback: bool = True) -> Transformation:
         >>> updates[0].codes.dtype, updates[0].decode()
         (torch.uint8, tensor([ 9.3132e-10, -2.7940e-09]))
     """
-    if dtype not in FORMATS:
+    check_bool("cast(feedback", feedback)
+    if not isinstance(dtype, str) or dtype not in FORMATS:
         raise ValueError(f"cast({dtype!r}): expected one of {', '.join(map(repr, FORMATS))}")
     stage = Stage(
         "cast",
         Kind.COMPRESSOR,
-        (Argument("dtype", dtype), Argument("feedback", bool(feedback), True)),
+        (Argument("dtype", dtype), Argument("feedback", feedback, True)),
         takes=frozenset({"dense", "sparse", "padded"}),
         gives="codes",
         biased=True,
-        feedback=bool(feedback),
+        feedback=feedback,
     )
     return compressor(stage, lambda flat, shape: encode_cast(flat, shape, dtype))
 

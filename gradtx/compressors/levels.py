@@ -74,7 +74,7 @@ def encode_levels(
     ops = backends.of(flat)
     steps = steps_of(base)
     safe = ops.where(norms > 0, norms, 1.0)
-    share = ops.ravel(ops.blocks(flat, block) / safe[:, None])[: flat.shape[0]]
+    share = ops.ravel(ops.ratio(ops.blocks(flat, block), safe[:, None]))[: flat.shape[0]]
     exact = ops.limit(share, 1.0) * steps
     codes = ops.round_by(exact, noise) + steps if base > 2 else ops.round_by(exact + steps, noise)
     packed = pack(ops.cast(codes, "uint8"), base)

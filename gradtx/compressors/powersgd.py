@@ -299,7 +299,7 @@ def _unit(x: Array) -> Array:
     """`x` divided by its norm; zeros stay zeros."""
     ops = backends.of(x)
     norm = ops.total_norm([x])
-    return x / ops.where(norm > 0, norm, 1.0)
+    return ops.ratio(x, ops.where(norm > 0, norm, 1.0))
 
 
 def _nothing_yet(matrix: Array) -> Array:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_whole
+from gradtx.compressors.arguments import check_bool, check_whole
 from gradtx.compressors.compressor import compressor, random_compressor
 from gradtx.compressors.levels import Levels, encode_levels, steps_of
 from gradtx.core.stage import Argument, Kind, Stage
@@ -78,23 +78,25 @@ def quantize(
         (1, tensor([ 3., -3.,  0.]))
     """
     _check(bits, block, norm, seed)
+    check_bool("quantize(stochastic", stochastic)
+    check_bool("quantize(feedback", feedback)
     stage = Stage(
         "quantize",
         Kind.COMPRESSOR,
         (
             Argument("bits", bits),
             Argument("block", block, 256),
-            Argument("stochastic", bool(stochastic), True),
+            Argument("stochastic", stochastic, True),
             Argument("norm", norm, "max"),
             Argument("seed", seed, 0),
-            Argument("feedback", bool(feedback), True),
+            Argument("feedback", feedback, True),
         ),
         takes=frozenset({"dense", "sparse"} | ({"padded"} if bits > 1 else set())),
         gives="codes",
         biased=not stochastic,
         homogeneous=not stochastic,
         contraction=error_bound(bits, block, norm, stochastic=stochastic) < 1.0,
-        feedback=bool(feedback),
+        feedback=feedback,
     )
 
     def encode(flat: Array, shape: tuple[int, ...], noise: Array | float = 0.5) -> Levels:
@@ -145,7 +147,7 @@ def error_bound(bits: int, block: int, norm: str, *, stochastic: bool) -> float:
 
 
 def _check(bits: Any, block: Any, norm: Any, seed: Any) -> None:
-    if isinstance(bits, bool) or bits not in BITS:
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
         raise ValueError(f"quantize(bits={bits!r}): expected 1, 2, 4 or 8")
     check_whole("quantize(block", block, 1)
     check_whole("quantize(seed", seed, 0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_whole
+from gradtx.compressors.arguments import check_bool, check_whole
 from gradtx.compressors.compressor import random_compressor
 from gradtx.compressors.levels import Levels, encode_levels
 from gradtx.core.stage import Argument, Kind, Stage
@@ -48,19 +49,20 @@ def ternary(*, clip: float | None = None, seed: int = 0, feedback: bool = True) 
     """
     check_whole("ternary(seed", seed, 0)
     _check_clip(clip)
+    check_bool("ternary(feedback", feedback)
     stage = Stage(
         "ternary",
         Kind.COMPRESSOR,
         (
             Argument("clip", clip, None),
             Argument("seed", seed, 0),
-            Argument("feedback", bool(feedback), True),
+            Argument("feedback", feedback, True),
         ),
         takes=frozenset({"dense", "sparse", "padded"}),
         gives="codes",
         biased=clip is not None,
         contraction=False,
-        feedback=bool(feedback),
+        feedback=feedback,
     )
 
     def encode(flat: Array, shape: tuple[int, ...], key: Array) -> Levels:
@@ -82,5 +84,5 @@ def _check_clip(clip: Any) -> None:
         return
     if isinstance(clip, bool) or not isinstance(clip, int | float):
         raise TypeError(f"ternary(clip={clip!r}): expected a number over 0, such as 2.5, or None")
-    if not (math.isfinite(clip) and clip > 0):
+    if not 0 < clip < math.inf or clip > sys.float_info.max:
         raise ValueError(f"ternary(clip={clip!r}): expected a finite number over 0, or None")

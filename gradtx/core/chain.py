@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,7 +124,13 @@ class Chain(Transformation):
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
-        return self._kept(layout, tuple(part.setup(params, info) for part in self.core))
+        with self._arrays():
+            return self._kept(layout, tuple(part.setup(params, info) for part in self.core))
+
+    def _arrays(self) -> AbstractContextManager[None]:
+        """Where it is known without any leaf whose arrays a state is made of."""
+        one_program = self.exchange is not None and self.exchange.one_program
+        return backends.on_jax() if one_program else nullcontext()
 
     def _kept(self, layout: Layout, states: tuple[Any, ...]) -> ChainState:
         """The state between two steps; `_used` has its inverse."""
@@ -195,7 +201,7 @@ class Chain(Transformation):
         if exchange is not None:
             rank, size = exchange.ranks(arrays_in(updates) or arrays_in(state))
             context = replace(context, rank=rank, size=size)
-        with telling_others(self, state, context):
+        with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
             if exchange is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -208,7 +209,7 @@ def _check(m: Any, masking: Any, clip: Any) -> None:
         return
     if isinstance(clip, bool) or not isinstance(clip, (int, float)):
         raise TypeError(f"{name}(clip={clip!r}): expected a number over 0, or None")
-    if not (math.isfinite(clip) and clip > 0):
+    if not 0 < clip < math.inf or clip > sys.float_info.max:
         raise ValueError(f"{name}(clip={clip!r}): expected a number over 0, or None")
 
 
@@ -219,10 +220,14 @@ def _clipped(gradients: Sequence[Any], limit: float | None) -> list[Any]:
         return list(gradients)
     ops = backends.of(found[0])
     norm = ops.total_norm(found)
-    factor = ops.where(norm > limit, limit / norm, 1.0)
-    return [
-        None if x is None else x * ops.cast(factor, backends.of(x).dtype_name(x)) for x in gradients
-    ]
+    over = norm > limit
+    unit = ops.where(over, norm, 1.0)
+
+    def clipped(x: Array) -> Array:
+        shrunk = ops.ratio(x, ops.cast(unit, ops.dtype_name(x))) * limit
+        return ops.where(over, shrunk, x)
+
+    return [None if x is None else clipped(x) for x in gradients]
 
 
 def _unsent(velocity: Array, sent: Array) -> Array:

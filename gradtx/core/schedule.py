@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,10 +106,9 @@ class _Stairs:
     def __call__(self, step: Any) -> Any:
         if isinstance(step, int):
             return self.values[min(step // self.steps_each, len(self.values) - 1)]
-        # Which stair it is, by how many are behind it: this can be traced.
-        value: Any = self.values[0]
-        for i, (low, high) in enumerate(itertools.pairwise(self.values), 1):
-            value = value + (step >= i * self.steps_each) * (high - low)
+        ops, value = backends.of(step), self.values[0]
+        for i, later in enumerate(self.values[1:], 1):
+            value = ops.where(step >= i * self.steps_each, later, value)
         return value
 
 

@@ -306,7 +306,7 @@ def layout_of(params: PyTree) -> Layout:
     """The layout of a parameter tree.
 
     Raises:
-        TypeError: if a leaf is no floating-point array.
+        TypeError: if a leaf is no floating-point array, or some are torch's and some JAX's.
         ValueError: if two leaves have the same path.
     """
     paths, leaves, treespec = flatten_with_paths(params)
@@ -321,6 +321,12 @@ def layout_of(params: PyTree) -> Layout:
             )
         check_leaf(path, leaf)
         specs.append(LeafSpec(path, tuple(leaf.shape), backends.of(leaf).dtype_name(leaf)))
+    kinds = {backends.of(leaf).__name__ for leaf in leaves if leaf is not None}
+    if len(kinds) > 1:
+        raise TypeError(
+            "some leaves are torch tensors and some JAX arrays: give all of one kind (gx.to_jax "
+            "and gx.to_torch make one of the other)"
+        )
     twice = (
         {path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else ()
     )

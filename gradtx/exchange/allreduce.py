@@ -174,7 +174,7 @@ class Allreduce(Exchange):
                 "allreduce()"
             )
         if torchs or not arrays:
-            return self.axis_name is not None
+            return False
         if self.axis_name is None and self.group.size > 1:
             raise TypeError(
                 f"{self.code()} exchanges torch tensors between processes; JAX arrays are "
@@ -193,7 +193,7 @@ class Allreduce(Exchange):
         **extra: Any,
     ) -> tuple[PyTree, AllreduceState]:
         leaves, treespec = flatten(updates)
-        if self._on_jax(arrays_in(leaves)):
+        if self._on_jax(arrays_in(leaves) or [state.count]):
             out, good = self._over_mesh(leaves, context, finite)
             return unflatten(treespec, out), AllreduceState(state.count + 1, good)
         group = self.group

@@ -137,7 +137,7 @@ class MeshAxis:
         """
         if not (self._of_mesh and self.varies(self.rank)):
             return
-        same = [path for path, leaf in leaves.items() if not self.varies(leaf)]
+        same = [path for path, leaf in leaves.items() if leaf.size and not self.varies(leaf)]
         if same:
             raise ValueError(
                 f"the gradients of {_listed(same)} are the same on all devices along "

@@ -31,7 +31,8 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
 
     Raises:
         TypeError: if `axis_name` is no string.
-        ValueError: if what differs between devices is a single number of shape ``[]``.
+        ValueError: if what differs between devices is a single number of shape ``[]``, or a chain
+            has no exchange.
         ImportError: if jax is not installed.
 
     Example:
@@ -59,7 +60,16 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
     everywhere, along = spec(), spec(axis_name)
 
     def of_chain(node: Any) -> Any:
-        return _Walk(everywhere, along).visit(node) if _is_chain(node) else everywhere
+        if not _is_chain(node):
+            return everywhere
+        walk = _Walk(everywhere, along)
+        specs = walk.visit(node)
+        if node.states and not walk.exchanged:
+            raise ValueError(
+                "a chain without an exchange decides on each device alone whether a step is bad, "
+                "and its counters part: put the exchange into the same chain"
+            )
+        return specs
 
     return optree.tree_map(of_chain, state, is_leaf=_is_chain, namespace=NAMESPACE)
 
@@ -73,14 +83,14 @@ class _Walk:
 
     def __init__(self, everywhere: Any, along: Any) -> None:
         self._everywhere, self._along = everywhere, along
-        self._exchanged = False
+        self.exchanged = False
 
     def visit(self, state: Any) -> Any:
         """The specs of the state of one transformation."""
         ours = type(state).__module__.startswith("gradtx.") or hasattr(state, "per_rank")
         if not ours:
-            return self._all(state, self._everywhere if self._exchanged else self._along)
-        self._exchanged |= isinstance(state, AllreduceState)
+            return self._all(state, self._everywhere if self.exchanged else self._along)
+        self.exchanged |= isinstance(state, AllreduceState)
         own = getattr(state, "per_rank", ())
         parts = []
         for name, part in zip(state._fields, state, strict=True):

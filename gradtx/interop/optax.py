@@ -80,12 +80,14 @@ def to_optax(tx: Transformation) -> Any:
     built = chain(tx)
 
     def init(params: PyTree) -> Any:
-        return built.init(params)
+        with backends.on_jax():
+            return built.init(params)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        out, state = built.update(updates, state, params, **extra)
+        with backends.on_jax():
+            out, state = built.update(updates, state, params, **extra)
         leaves, treespec = flatten(out)
         return cast_like(unflatten(treespec, decode_leaves(leaves)), updates), state
 

@@ -83,6 +83,10 @@ def dynamic_loss_scale(
     _check_number("minimum", minimum, _SMALLEST, _LARGEST)
     _check_number("initial", initial, minimum, _LARGEST)
     check_whole("dynamic_loss_scale(growth_interval", growth_interval, 1)
+    if growth_interval >= 2**31:
+        raise ValueError(
+            f"dynamic_loss_scale(growth_interval={growth_interval!r}): expected less than 2**31"
+        )
     _check_number("growth_factor", growth_factor, math.nextafter(1.0, 2.0), _LARGEST)
     _check_number("backoff_factor", backoff_factor, _SMALLEST, math.nextafter(1.0, 0.0))
     stage = Stage(

@@ -367,3 +367,15 @@ def test_a_bound_may_follow_a_schedule_under_jit_without_an_exchange():
     first, state = update(tree, tx.init(tree))
     second, _ = update(tree, state)
     assert [out["w"].decode().tolist() for out in (first, second)] == [[1, 3], [0, 3]]
+
+
+def test_under_jit_values_far_apart_are_those_that_were_given():
+    jax = pytest.importorskip("jax")
+    bounds = gx.warmup_density([1e4, 1e-4, 2e-4], 1)
+    tx = gx.chain(gx.threshold(bounds, capacity=1.0, feedback=False))
+    tree, update = {"w": jax.numpy.asarray([1.5e-4])}, jax.jit(tx.update)
+    state, found = tx.init(tree), []
+    for _ in range(3):
+        updates, state = update(tree, state)
+        found.append(bool(updates["w"].decode()[0] != 0))
+    assert found == [False, True, False]

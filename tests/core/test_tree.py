@@ -430,3 +430,9 @@ def test_transformation_used_alone_refuses_whole_numbers_naming_the_path(tx):
     grads = {"w": torch.arange(4)}
     with pytest.raises(TypeError, match="'w'"):
         tx.update(grads, tx.init(grads))
+
+
+def test_torch_beside_jax_is_refused_at_once():
+    jnp = pytest.importorskip("jax.numpy")
+    with pytest.raises(TypeError, match="some leaves are torch tensors and some JAX arrays"):
+        layout_of({"a": torch.ones(2), "b": jnp.ones(2)})

@@ -431,7 +431,7 @@ def test_jax_arrays_are_refused_between_torch_ranks():
 def test_torch_beside_jax_is_refused():
     tx = gx.allreduce()
     with pytest.raises(TypeError, match="1 of 2 leaves are torch tensors, the others JAX arrays"):
-        tx.update([torch.ones(3), jnp.ones(3)], tx.init([torch.ones(3), jnp.ones(3)]))
+        tx.update([torch.ones(3), jnp.ones(3)], tx.init([jnp.ones(3), jnp.ones(3)]))
 
 
 def test_group_and_axis_exclude_each_other():
@@ -450,6 +450,64 @@ def test_mesh_of_one_device():
     expected, _ = on_threads(chain_of("topk"), [tree], 1, [1.0])[0]
     assert worst(on_mesh.step(tree), expected[0]) == 0
     assert mesh_of(1).size == 1
+
+
+@pytest.mark.parametrize("name", ["powersgd", "momentum", "quantize", "topk", "schedule"])
+def test_with_64_bits_on_the_state_is_a_fixed_point_too(name):
+    with jax.enable_x64(True):
+        tx, params = chain_of(name), {"w": jnp.ones((32, 16), jnp.float32)}
+        state = tx.init(params)
+
+        def step(state, grads):
+            return tx.update({"w": grads}, state, loss_scale=1.0)[::-1]
+
+        after, _ = jax.lax.scan(step, state, params["w"][None])
+        assert [x.dtype for x in jax.tree.leaves(after)] == [
+            x.dtype for x in jax.tree.leaves(state)
+        ]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [gx.quantize(8)],
+        [gx.quantize(8, norm="l2", stochastic=False, block=64, feedback=False)],
+        [gx.ternary()],
+        [gx.topk(1.0), gx.momentum_correction(0.5, clip=1.0, masking=False)],
+        [gx.powersgd(1), gx.ef()],
+    ],
+    ids=repr,
+)
+def test_the_largest_numbers_do_not_vanish(parts):
+    """XLA divides by a multiplication, and flushes what the inverse of a large norm is."""
+    tx = gx.chain(*parts, gx.allreduce())
+    values = np.outer([9.0, -4.0, 2.0, 3.0, 1.0], [1.0, 0.5, 0.25, 0.125]).astype(np.float32)
+    for exponent in (37, 0):
+        grads = values * np.float32(10.0**exponent)
+        ours, theirs = (
+            np.asarray(tx.update(tree, tx.init(tree))[0]["w"])
+            for tree in ({"w": jnp.asarray(grads)}, {"w": torch.tensor(grads)})
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
+        assert np.abs(ours).max() > 0
+
+
+@pytest.mark.parametrize("params", [{}, {"a": None}], ids=repr)
+def test_a_tree_without_leaves_has_a_state_of_jax(params):
+    tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(axis_name="data"))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(tx.init(params)))
+    tx = gx.to_optax(gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce()))
+    state = tx.init(params)
+    updates, _ = jax.jit(tx.update)(params, state)
+    assert updates == params
+
+
+def test_a_part_of_a_partition_that_no_leaf_belongs_to():
+    chain = gx.to_optax(gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce()))
+    params = {"w": jnp.ones(4)}
+    tx = optax.partition({"big": chain, "small": optax.sgd(0.5)}, {"w": "small"})
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    assert updates["w"].tolist() == [-0.5] * 4
 
 
 class Local(NamedTuple):
@@ -497,6 +555,10 @@ class TestPartitionSpecs:
         tx = gx.chain(foreign(jnp.zeros(())), gx.allreduce(axis_name="data"))
         with pytest.raises(ValueError, match=r"a number of shape \[\].*keep it as \[1\]"):
             self.specs(tx)
+
+    def test_a_chain_without_an_exchange_is_refused(self):
+        with pytest.raises(ValueError, match="put the exchange into the same chain"):
+            self.specs(gx.chain(gx.topk(0.1), gx.ef()), {"w": jnp.zeros(3)})
 
     def test_the_axis_is_a_name(self):
         with pytest.raises(
