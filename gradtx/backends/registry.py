@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, TypeVar
 
 import optree
@@ -14,7 +15,18 @@ T = TypeVar("T")
 NAMESPACE = "gradtx"
 _nodes: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 _jax: list[Any] = []
+_adopted: dict[type, Callable[[Any], tuple[list[Any], Any, tuple[Any, ...]]]] = {}
 _GLOBAL: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")
+
+
+class Entry(Enum):
+    """Entries of a key path that say something about it."""
+
+    OMITTED = "omitted"
+    """The value in a box, such as a variable of flax's: it is called what the box is called."""
+
+
+_BOX = (Entry.OMITTED,)
 
 
 def register_node(
@@ -61,13 +73,26 @@ def adopt_type(cls: type) -> None:
 
     def flatten(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
         found, treedef = jax.tree_util.tree_flatten_with_path(node, lambda part: part is not node)
-        return [part for _, part in found], treedef, tuple(_entry(path[0]) for path, _ in found)
+        keys = [path[0] for path, _ in found]
+        # Whoever unwraps the variables between two calls still has the same leaves.
+        boxed = len(keys) == 1 and getattr(keys[0], "name", None) == "value"
+        return [part for _, part in found], treedef, _BOX if boxed else tuple(map(_entry, keys))
 
     def unflatten(treedef: Any, parts: Any) -> Any:
         return jax.tree_util.tree_unflatten(treedef, parts)
 
     register: Any = optree.register_pytree_node
     register(cls, flatten, unflatten, namespace=NAMESPACE)
+    _adopted[cls] = flatten
+
+
+def in_box(node: Any) -> tuple[Any, ...]:
+    """The value alone, if a node is a box: it has one child, its attribute ``value``."""
+    flatten = _adopted.get(type(node))
+    if flatten is None:
+        return ()
+    parts, _, entries = flatten(node)
+    return tuple(parts) if entries == _BOX else ()
 
 
 def _entry(key: Any) -> Any:

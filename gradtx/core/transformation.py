@@ -23,6 +23,7 @@ from gradtx.core.tree import (
     checked,
     map_leaves,
     parameters_of,
+    unboxed,
     widen,
 )
 
@@ -172,8 +173,8 @@ class Transformation:
         if self._needs_chain:
             return self._alone.update(updates, state, params, **extra)
         with backends.within(updates, state):
-            out, state = self.step(self._checked(updates), state, params, **extra)
-        return cast_like(out, updates), state
+            out, state = self.step(self._checked(updates), state, unboxed(params), **extra)
+        return cast_like(arranged_like(out, updates), updates), state
 
     def _checked(self, updates: PyTree) -> PyTree:
         return checked(updates)
