@@ -179,6 +179,30 @@ def test_in_a_loop_of_equinox():
     np.testing.assert_allclose(model.bias, plain["bias"], rtol=1e-5, atol=1e-7)
 
 
+def test_a_part_that_is_given_no_leaf_finds_them():
+    params, _ = frozen()
+    none = gx.masked(gx.random_k(0.5, feedback=False), ~gx.path_glob("*"))
+    state = gx.chain(none, gx.allreduce(), check=False).init(params)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+
+
+def test_partition_specs_of_a_train_state():
+    """A container that has not been met yet: the chain's state in it is found."""
+    flax_struct = pytest.importorskip("flax.struct")
+
+    @flax_struct.dataclass
+    class Training:
+        params: dict
+        opt_state: tuple
+
+    tx = gx.chain(gx.topk(0.25), gx.ef(), gx.allreduce(axis_name="data"))
+    state = jax.eval_shape(lambda params: Training(params, tx.init(params)), PLAIN)
+    specs = gx.partition_specs(state, axis_name="data")
+    spec = jax.sharding.PartitionSpec
+    assert specs.params["b"] == spec()
+    assert specs.opt_state.residual["b"] == spec("data")
+
+
 def test_orders_of_a_dict_do_not_matter():
     """JAX and optree sort the keys, torch takes them as they were put in."""
     one = {"b": torch.ones(2), "a": torch.arange(4.0)}
