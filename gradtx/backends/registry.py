@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ T = TypeVar("T")
 NAMESPACE = "gradtx"
 _nodes: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 _jax: list[Any] = []
+# Whoever finds a class registered may use it at once.
+_lock = threading.Lock()
 _adopted: dict[type, Callable[[Any], tuple[list[Any], Any, tuple[Any, ...]]]] = {}
 _GLOBAL: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
@@ -54,10 +57,11 @@ def register_node(
         return cls(*parts, *aux)
 
     register: Any = optree.register_pytree_node
-    register(cls, flatten, unflatten, namespace=_GLOBAL)
-    _nodes.append((cls, flatten, unflatten))
-    for jax in _jax:
-        _register_one(jax, cls, flatten, unflatten)
+    with _lock:
+        register(cls, flatten, unflatten, namespace=_GLOBAL)
+        _nodes.append((cls, flatten, unflatten))
+        for jax in _jax:
+            _register_one(jax, cls, flatten, unflatten)
     return cls
 
 
@@ -68,7 +72,10 @@ def is_jax_node(x: Any) -> bool:
 
 
 def adopt_type(cls: type) -> None:
-    """Makes a pytree node of JAX's one of ours: a flax `FrozenDict`, an equinox module, ..."""
+    """Makes a pytree node of JAX's one of ours: a flax `FrozenDict`, an equinox module, ...
+
+    Several threads may find the same class.
+    """
     jax = sys.modules["jax"]
 
     def flatten(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
@@ -82,8 +89,10 @@ def adopt_type(cls: type) -> None:
         return jax.tree_util.tree_unflatten(treedef, parts)
 
     register: Any = optree.register_pytree_node
-    register(cls, flatten, unflatten, namespace=NAMESPACE)
-    _adopted[cls] = flatten
+    with _lock:
+        if cls not in _adopted:
+            _adopted[cls] = flatten
+            register(cls, flatten, unflatten, namespace=NAMESPACE)
 
 
 def in_box(node: Any) -> tuple[Any, ...]:
@@ -105,10 +114,11 @@ def _entry(key: Any) -> Any:
 
 def register_with_jax(jax: Any) -> None:
     """Registers every node, so far and from now on, with the imported module `jax`."""
-    if not _jax:
-        _jax.append(jax)
-        for node in _nodes:
-            _register_one(jax, *node)
+    with _lock:
+        if not _jax:
+            for node in _nodes:
+                _register_one(jax, *node)
+            _jax.append(jax)
 
 
 def _register_one(jax: Any, cls: type, flatten: Any, unflatten: Any) -> None:

@@ -1,12 +1,17 @@
 """Parameters in the containers of other libraries: leaves are known by key path."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as torch_pytree
 
 import gradtx as gx
-from gradtx.core.tree import adopt, flatten_with_paths
+from gradtx.backends import registry
+from gradtx.core.tree import adopt, flatten_with_paths, unboxed
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -225,6 +230,54 @@ def test_state_crosses_the_pytrees_of_torch_and_jax():
     state = jax.tree.unflatten(treedef, jax_leaves)
     updates, _ = TX.update(PLAIN, state, loss_scale=1.0)
     assert float(updates["b"][0]) == -20
+
+
+def test_threads_may_meet_a_container_at_once():
+    @jax.tree_util.register_pytree_with_keys_class
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+        def tree_flatten_with_keys(self):
+            return [(jax.tree_util.GetAttrKey("value"), self.value)], None
+
+        @classmethod
+        def tree_unflatten(cls, aux, parts):
+            return cls(*parts)
+
+    def paths(_):
+        together.wait()
+        registry.adopt_type(Box)  # Each has found it unknown.
+        return flatten_with_paths(unboxed(adopt({"w": Box(PLAIN["b"])})))[0]
+
+    threads = 8
+    together = threading.Barrier(threads)
+    with ThreadPoolExecutor(threads) as pool:
+        assert list(pool.map(paths, range(threads))) == [["w"]] * threads
+
+
+def test_threads_may_register_our_nodes_with_jax_at_once(monkeypatch):
+    class Jax:
+        """Takes its time, and a class only once."""
+
+        tree_util = property(lambda self: self)
+        known = ()
+
+        def register_pytree_node(self, cls, flatten, unflatten):
+            assert cls not in self.known
+            time.sleep(1e-3)
+            self.known = (*self.known, cls)
+
+    def register(_):
+        together.wait()
+        registry.register_with_jax(fake)
+        return len(fake.known)
+
+    fake, threads = Jax(), 4
+    monkeypatch.setattr(registry, "_jax", [])
+    together = threading.Barrier(threads)
+    with ThreadPoolExecutor(threads) as pool:
+        assert set(pool.map(register, range(threads))) == {len(registry._nodes)}
 
 
 def test_a_module_is_no_predicate():
