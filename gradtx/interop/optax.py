@@ -47,8 +47,14 @@ def to_optax(tx: Transformation) -> Any:
     - ``optax.inject_hyperparams`` on a ratio, or on anything else that a shape follows from: it
       makes an array of the number, and shapes are known before arrays are. The factory refuses it.
       Use a `Schedule`.
-    - ``optax.MultiSteps`` around an exchange: it runs it in a branch (``lax.cond``). All ranks take
-      the same branch, since they count alike, but every rank must start from the same state.
+    - ``optax.MultiSteps`` around an exchange over a mesh axis. The sum that it keeps, `acc_grads`,
+      is of one device's gradients and differs between devices, which neither it nor
+      `partition_specs` knows; and it runs `tx` in one branch of a ``lax.cond``, which
+      `jax.shard_map` refuses, as the other branch gives the same on all devices. Nor does it help
+      inside the chain, before the exchange: there it hands on zeros in between, and those would be
+      exchanged. Accumulate before the chain: sum the gradients of the micro-batches up (in a
+      ``lax.scan``, say), and call `update` once for all of them. Without a mesh axis it works; so
+      it does under `jax.vmap` over a named axis.
 
     Args:
         tx: a transformation or chain for JAX arrays. One that is no chain is put into one, and is

@@ -20,6 +20,8 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 jnp = jax.numpy
 
+from meshes import P, laid_out, mesh_of  # noqa: E402
+
 INF = float("inf")
 PARAMS = {"b": np.linspace(-1, 1, 3, dtype=np.float32), "w": np.ones((4, 5), np.float32)}
 
@@ -134,6 +136,56 @@ class TestToOptax:
         wanted, _ = ours.update(mean, ours.init(on_jax(PARAMS)), loss_scale=2.0)
         close(out, jax.tree.map(lambda u: -u, wanted))
         assert update._cache_size() == 1
+
+    MICRO = np.asarray([[[4.0, 1.0], [1.0, 0.0]], [[0.0, 2.0], [0.0, 2.0]]], np.float32)
+    """By device, by step, values: means of [2.5, 0.5] and [0, 2]."""
+
+    @staticmethod
+    def multi_steps(exchange, micro):
+        """The updates of the micro-steps of one device."""
+        tx = optax.MultiSteps(gx.to_optax(gx.chain(gx.topk(0.5), gx.ef(), exchange)), len(micro))
+        state = tx.init({"w": micro[0]})
+        out = []
+        for grads in micro:
+            updates, state = tx.update({"w": grads}, state)
+            out.append(updates["w"])
+        return jnp.stack(out)
+
+    def test_multi_steps_around_an_exchange_on_one_device(self):
+        found = jax.jit(lambda x: self.multi_steps(gx.allreduce(), x))(self.MICRO[0])
+        assert found.tolist() == [[0, 0], [2.5, 0]]
+
+    def test_multi_steps_around_an_exchange_under_vmap(self):
+        exchange = gx.allreduce(axis_name="data")
+        found = jax.vmap(lambda x: self.multi_steps(exchange, x), axis_name="data")(self.MICRO)
+        assert found.tolist() == [[[0, 0], [1.25, 1]]] * 2
+
+    def test_multi_steps_around_an_exchange_over_a_mesh_cannot_be(self):
+        chain = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(axis_name="data"))
+        tx, params = optax.MultiSteps(gx.to_optax(chain), 2), {"w": jnp.zeros(2)}
+        specs = gx.partition_specs(jax.eval_shape(tx.init, params), axis_name="data")
+        assert specs.acc_grads == {"w": P()}
+        mesh = mesh_of(2)
+        state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+
+        def step(grads, state):
+            return tx.update({"w": grads[0]}, state)
+
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+        with pytest.raises(TypeError, match="cond branches must have equal output types"):
+            jax.jit(mapped)(laid_out(mesh, self.MICRO[:, 0]), state)
+
+    def test_instead_the_gradients_are_accumulated_before_the_chain(self):
+        tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(axis_name="data"))
+
+        def step(micro):
+            total, _ = jax.lax.scan(lambda a, b: (a + b, None), 0 * micro[0, 0], micro[0])
+            grads = {"w": total / micro.shape[1]}
+            return tx.update(grads, tx.init(grads))[0]["w"]
+
+        micro = laid_out(mesh_of(2), self.MICRO)
+        mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=P("data"), out_specs=P())
+        assert jax.jit(mapped)(micro).tolist() == [1.25, 1]
 
     def test_tree_get_finds_what_is_in_the_state(self):
         own = gx.to_optax(gx.chain(gx.dynamic_loss_scale(8.0), gx.topk(0.25), gx.ef()))
