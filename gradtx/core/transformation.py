@@ -265,9 +265,10 @@ def declare(
 
     Args:
         obj: anything with `init(params)` and `update(updates, state, params=None)`.
-        name: what to print; by default the name of the function that made it. The numbers and
-            strings that it was made with are printed too, and ranks compare them; those of all its
-            parts, if it is an `optax.chain`.
+        name: what to print; by default the name of the function that made it. The numbers, strings
+            and small arrays that it was made with are printed too, and ranks compare them; those of
+            all its parts, if it is an `optax.chain`. Constants in the code of a function, such as
+            that of ``lambda step: 1e-3``, are not seen: ranks that differ there do not notice.
         linear: it commutes with scaling and with the sum over ranks.
         stateful: what it does depends on earlier steps.
         needs_reduced: it wants the gradient of all ranks.

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -381,6 +382,11 @@ class TestOptaxInAChain:
         assert int(after.total_notfinite) == 1
 
 
+def joined(boundary):
+    schedules = [optax.constant_schedule(0.1), optax.constant_schedule(0.01)]
+    return optax.join_schedules(schedules, [boundary])
+
+
 class TestWhatIsPrinted:
     def test_the_parts_of_a_chain_and_their_numbers(self):
         assert repr(gx.declare(optax.sgd(0.1, momentum=0.9))) == (
@@ -405,11 +411,58 @@ class TestWhatIsPrinted:
                 optax.named_chain(("a", optax.scale(0.1))),
                 optax.named_chain(("a", optax.scale(0.2))),
             ),
+            (optax.adam(jnp.float32(1e-3)), optax.adam(jnp.float32(1e-2))),
+            (optax.adam(np.float32(1e-3)), optax.adam(np.float32(1e-2))),
+            (optax.adam(np.float64(1e-3)), optax.adam(np.float64(1e-2))),
+            (optax.adam(torch.tensor(1e-3)), optax.adam(torch.tensor(1e-2))),
+            (optax.scale(np.asarray([1.0, 2.0])), optax.scale(np.asarray([1.0, 3.0]))),
+            (optax.adam(joined(10)), optax.adam(joined(99))),
+            (
+                optax.sgd(partial(np.multiply, 1e-3)),
+                optax.sgd(partial(np.multiply, 1e-2)),
+            ),
+            (
+                optax.sgd(optax.piecewise_constant_schedule(1.0, {10: 0.1})),
+                optax.sgd(optax.piecewise_constant_schedule(1.0, {10: 0.2})),
+            ),
         ],
     )
     def test_ranks_with_other_settings_have_another_fingerprint(self, one, other):
         assert gx.declare(one).fingerprint != gx.declare(other).fingerprint
         assert gx.from_optax(one).fingerprint != gx.from_optax(other).fingerprint
+
+    @pytest.mark.parametrize(
+        "number",
+        [0.5, np.float32(0.5), np.float64(0.5), np.asarray(0.5), jnp.float32(0.5)],
+        ids=lambda number: type(number).__name__,
+    )
+    def test_a_number_is_a_number_whatever_its_type(self, number):
+        assert repr(gx.declare(optax.scale(number))) == "scale(step_size=0.5)"
+
+    def test_sequences_and_small_arrays_are_printed_and_large_ones_are_not(self):
+        def holding(held):
+            def update(updates, state, params=None):
+                return held, state
+
+            return describe(update).removeprefix("TestWhatIsPrinted")
+
+        assert holding([10, 99]) == "(held=[10, 99])"
+        assert holding((np.float32(0.5), "a")) == "(held=(0.5, 'a'))"
+        assert (
+            holding(jnp.arange(16).reshape(2, 8))
+            == f"(held={np.arange(16).reshape(2, 8).tolist()})"
+        )
+        assert holding(np.arange(17)) == holding([]) == holding(jax.random.key(0)) == "()"
+
+    def test_a_traced_setting_is_left_out(self):
+        seen = []
+        jax.jit(lambda rate: seen.append(repr(gx.declare(optax.scale(rate)))))(0.5)
+        assert seen == ["scale()"]
+
+    def test_constants_in_the_code_of_a_function_are_not_seen(self):
+        """The limit that the module states."""
+        one, other = optax.sgd(lambda step: 1e-3), optax.sgd(lambda step: 1e-2)
+        assert gx.declare(one).fingerprint == gx.declare(other).fingerprint
 
     def test_equal_settings_have_equal_fingerprints(self):
         one, other = optax.adamw(1e-3), optax.adamw(1e-3)
