@@ -261,7 +261,8 @@ def declare(
 
     It sees parameters and gradients in FP32 (FP64 for FP64 leaves), in `init` too: so its state is
     in FP32 from the start, and no hyperparameter is rounded to 16 bits, where 0.999 is 1. All extra
-    arguments of `update` are passed on to it, if it takes any.
+    arguments of `update` are passed on to it, if it takes any; those that a chain adds for its own
+    parts are not.
 
     Args:
         obj: anything with `init(params)` and `update(updates, state, params=None)`.
@@ -301,7 +302,7 @@ def declare(
         needs_reduced=needs_reduced,
         module="",
     )
-    takes_extra = takes_any_keyword(update)
+    passed_on = extra_for(update)
 
     def setup(params: PyTree, info: Info | None) -> Any:
         return init(map_leaves(widen, params))
@@ -309,14 +310,27 @@ def declare(
     def step(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        extra.pop("context", None)
         updates = map_leaves(widen, updates)
         params = None if params is None else map_leaves(widen, params)
-        out, state = update(updates, state, params, **(extra if takes_extra else {}))
+        out, state = update(updates, state, params, **passed_on(extra))
         # It may hand on another container, or the same one in another order.
         return arranged_like(out, updates), state
 
     return Transformation(stage, setup, step)
+
+
+def extra_for(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """What picks the extra arguments for a function that is not ours.
+
+    Those are all that the caller has given, none of what a chain tells its parts; and none at all
+    if the function does not take keyword arguments that it does not name.
+    """
+    takes_extra = takes_any_keyword(function)
+
+    def pick(extra: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in extra.items() if takes_extra and k not in ("context", "finite")}
+
+    return pick
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:

@@ -14,7 +14,7 @@ from gradtx.core.chain import chain
 from gradtx.core.foreign import describe
 from gradtx.core.payload import decode_leaves
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Transformation, takes_any_keyword
+from gradtx.core.transformation import Transformation, extra_for
 from gradtx.core.tree import (
     Info,
     PyTree,
@@ -152,7 +152,7 @@ def from_optax(tx: Any) -> Transformation:
             f"from_optax({tx!r}): expected an optax.GradientTransformation, such as "
             "optax.adamw(1e-3)"
         )
-    takes_extra = takes_any_keyword(update)
+    passed_on = extra_for(update)
 
     def compute(
         updates: PyTree, state: Any, params: PyTree, extra: Mapping[str, Any]
@@ -181,7 +181,7 @@ def from_optax(tx: Any) -> Transformation:
     ) -> tuple[PyTree, Any]:
         updates = map_leaves(widen, updates)
         params = None if params is None else map_leaves(widen, params)
-        given = {k: v for k, v in extra.items() if takes_extra and k != "context"}
+        given = passed_on(extra)
         if not _is_torch(updates):
             out, new = update(updates, state, params, **given)
             return arranged_like(out, updates), new
