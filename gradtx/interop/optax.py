@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 
@@ -129,12 +130,13 @@ def from_optax(tx: Any) -> Transformation:
 
     Returns:
         The transformation: needs true, reduced, dense gradients; stateful. If `tx` takes extra
-        arguments, those of `update` that are numbers or arrays are passed on to it.
+        arguments, those of `update` that are numbers or arrays (NumPy's too) are passed on to it.
 
     Raises:
         ImportError: if JAX is not installed.
         TypeError: if `tx` has no `init` and `update`; in `init`, of an FP64 parameter while JAX's
-            64-bit mode is off (naming its path), or if the state holds what is no array.
+            64-bit mode is off (naming its path), or if the state holds what is no array; in
+            `update`, of an FP64 tensor among the extra arguments (naming it), likewise.
 
     Example:
         >>> import optax, torch, gradtx as gx
@@ -189,7 +191,7 @@ def from_optax(tx: Any) -> Transformation:
             _lent(updates),
             _used(jax, state),
             None if params is None else _lent(params),
-            {key: _extra(value) for key, value in given.items() if _is_value(value)},
+            {key: _extra(key, value) for key, value in given.items() if _is_value(value)},
         )
         # The gradients and parameters are the caller's again once all is computed.
         out, new = jax.block_until_ready((out, new))
@@ -258,8 +260,12 @@ def _used(jax: Any, state: Any) -> Any:
 
 
 def _is_value(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or backends.is_array(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "biufc"
+    return isinstance(value, (bool, int, float, complex)) or backends.is_array(value)
 
 
-def _extra(value: Any) -> Any:
-    return to_jax(value.detach(), copy=True) if isinstance(value, torch.Tensor) else value
+def _extra(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return to_jax({name: value.detach()}, copy=True)[name]

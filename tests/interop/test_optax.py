@@ -679,6 +679,38 @@ class TestFromOptax:
         wide = on_jax(PARAMS)
         close(out, alone.update(wide, alone.init(wide), wide, value=2.0)[0])
 
+    @pytest.mark.parametrize(
+        "value",
+        [2, 2.0, np.float32(2), np.float64(2), np.int32(2), np.asarray(2.0), jnp.float32(2)],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_an_extra_argument_may_be_of_any_numeric_type(self, value):
+        tx = gx.from_optax(optax.polyak_sgd())
+        params = on_torch(PARAMS)
+        out, _ = tx.update(params, tx.init(params), params, value=value)
+        wanted, _ = tx.update(params, tx.init(params), params, value=torch.tensor(2.0))
+        close(out, wanted)
+
+    def test_an_array_of_numpy_arrives_and_one_of_text_does_not(self):
+        seen = []
+
+        def update(updates, state, params=None, **extra):
+            seen.append({name: (x.shape, str(x.dtype)) for name, x in extra.items()})
+            return updates, state
+
+        tx = gx.from_optax(optax.GradientTransformationExtraArgs(lambda params: (), update))
+        params = on_torch(PARAMS)
+        extra = {"weights": np.ones((2, 3), np.float32), "names": np.asarray(["a", "b"])}
+        tx.update(params, tx.init(params), params, **extra)
+        assert seen == [{"weights": ((2, 3), "float32")}]
+
+    def test_an_extra_argument_in_fp64_is_named(self):
+        tx = gx.from_optax(optax.polyak_sgd())
+        params = on_torch(PARAMS)
+        value = torch.tensor(2.0, dtype=torch.float64)
+        with refused(TypeError, "leaf 'value' has dtype float64 and JAX would narrow it"):
+            tx.update(params, tx.init(params), params, value=value)
+
     def test_a_random_key_in_the_state_is_kept(self):
         alone = optax.add_noise(0.1, 0.5, jax.random.key(0))
         tx = gx.from_optax(alone)
