@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +36,12 @@ ConcludeFn = Callable[[Any, Array], Any]
 
 class EmptyState(NamedTuple):
     """The state of a transformation that has none."""
+
+
+class KeepsLossScale(ABC):
+    """A state with the loss scale of the next step, by declaration: ``KeepsLossScale.register``."""
+
+    loss_scale: Array
 
 
 class Progress:

@@ -8,6 +8,7 @@ import optree
 
 from gradtx.backends.registry import NAMESPACE
 from gradtx.core.chain import ChainState
+from gradtx.core.per_rank import per_rank_fields
 from gradtx.core.tree import PyTree, adopt
 from gradtx.exchange.allreduce import AllreduceState
 from gradtx.interop.optional import require
@@ -72,7 +73,7 @@ class _Walk:
         if not type(state).__module__.startswith("gradtx."):
             return self._all(state, self._everywhere if self._exchanged else self._along)
         self._exchanged |= isinstance(state, AllreduceState)
-        own = getattr(state, "per_rank", ())
+        own = per_rank_fields(state)
         parts = []
         for name, part in zip(state._fields, state, strict=True):
             if name in ("states", "inner_states"):
