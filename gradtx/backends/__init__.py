@@ -19,6 +19,7 @@ import optree
 import torch
 
 from gradtx.backends import torch_ops
+from gradtx.backends.registry import NAMESPACE
 
 __all__ = ["find", "full_precision", "is_array", "of", "on_jax", "size", "within"]
 
@@ -89,7 +90,7 @@ def find(leaves: Any) -> ModuleType:
     for leaf in leaves:
         if is_array(leaf):
             return of(leaf)
-    for leaf in optree.tree_leaves(_call.get()):
+    for leaf in optree.tree_leaves(_call.get(), namespace=NAMESPACE):
         if is_array(leaf):
             return of(leaf)
     return _nothing.get()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradtx.backends import registry, rows
+from gradtx.backends.digits import quotient_of
 
 registry.register_with_jax(jax)
 
@@ -209,11 +210,13 @@ def top_k(x: Array, k: int) -> Array:
 
 
 def digits(data: Array, base: int, count: int) -> Array:
-    """The `count` lowest digits of bytes in a base, uint8 ``[count, n]``, the lowest first."""
+    """The `count` lowest digits of bytes in a base, uint8 ``[count, n]``, the lowest first.
+
+    The base is 2 to 256.
+    """
     rows, rest = [], data.astype("int32")
     for _ in range(count):
-        # What `rest // base` is for numbers below 256.
-        quotient = (rest * -(-512 // base)) >> 9
+        quotient = quotient_of(rest, base)
         rows.append((rest - quotient * base).astype("uint8"))
         rest = quotient
     return jnp.stack(rows)

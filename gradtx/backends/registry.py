@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, TypeVar
 
 import optree
@@ -14,7 +16,20 @@ T = TypeVar("T")
 NAMESPACE = "gradtx"
 _nodes: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 _jax: list[Any] = []
+# Whoever finds a class registered may use it at once.
+_lock = threading.Lock()
+_adopted: dict[type, Callable[[Any], tuple[list[Any], Any, tuple[Any, ...]]]] = {}
 _GLOBAL: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")
+
+
+class Entry(Enum):
+    """Entries of a key path that say something about it."""
+
+    OMITTED = "omitted"
+    """The value in a box, such as a variable of flax's: it is called what the box is called."""
+
+
+_BOX = (Entry.OMITTED,)
 
 
 def register_node(
@@ -42,10 +57,11 @@ def register_node(
         return cls(*parts, *aux)
 
     register: Any = optree.register_pytree_node
-    register(cls, flatten, unflatten, namespace=_GLOBAL)
-    _nodes.append((cls, flatten, unflatten))
-    for jax in _jax:
-        _register_one(jax, cls, flatten, unflatten)
+    with _lock:
+        register(cls, flatten, unflatten, namespace=_GLOBAL)
+        _nodes.append((cls, flatten, unflatten))
+        for jax in _jax:
+            _register_one(jax, cls, flatten, unflatten)
     return cls
 
 
@@ -56,18 +72,36 @@ def is_jax_node(x: Any) -> bool:
 
 
 def adopt_type(cls: type) -> None:
-    """Makes a pytree node of JAX's one of ours: a flax `FrozenDict`, an equinox module, ..."""
+    """Makes a pytree node of JAX's one of ours: a flax `FrozenDict`, an equinox module, ...
+
+    Several threads may find the same class.
+    """
     jax = sys.modules["jax"]
 
     def flatten(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
         found, treedef = jax.tree_util.tree_flatten_with_path(node, lambda part: part is not node)
-        return [part for _, part in found], treedef, tuple(_entry(path[0]) for path, _ in found)
+        keys = [path[0] for path, _ in found]
+        # Whoever unwraps the variables between two calls still has the same leaves.
+        boxed = len(keys) == 1 and getattr(keys[0], "name", None) == "value"
+        return [part for _, part in found], treedef, _BOX if boxed else tuple(map(_entry, keys))
 
     def unflatten(treedef: Any, parts: Any) -> Any:
         return jax.tree_util.tree_unflatten(treedef, parts)
 
     register: Any = optree.register_pytree_node
-    register(cls, flatten, unflatten, namespace=NAMESPACE)
+    with _lock:
+        if cls not in _adopted:
+            _adopted[cls] = flatten
+            register(cls, flatten, unflatten, namespace=NAMESPACE)
+
+
+def in_box(node: Any) -> tuple[Any, ...]:
+    """The value alone, if a node is a box: it has one child, its attribute ``value``."""
+    flatten = _adopted.get(type(node))
+    if flatten is None:
+        return ()
+    parts, _, entries = flatten(node)
+    return tuple(parts) if entries == _BOX else ()
 
 
 def _entry(key: Any) -> Any:
@@ -80,10 +114,11 @@ def _entry(key: Any) -> Any:
 
 def register_with_jax(jax: Any) -> None:
     """Registers every node, so far and from now on, with the imported module `jax`."""
-    if not _jax:
-        _jax.append(jax)
-        for node in _nodes:
-            _register_one(jax, *node)
+    with _lock:
+        if not _jax:
+            for node in _nodes:
+                _register_one(jax, *node)
+            _jax.append(jax)
 
 
 def _register_one(jax: Any, cls: type, flatten: Any, unflatten: Any) -> None:

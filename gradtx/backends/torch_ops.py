@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradtx.backends.digits import write_digits
+from gradtx.backends.digits import quotient_of, write_digits
 from gradtx.backends.selection import largest_magnitudes
 from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
@@ -48,7 +48,10 @@ def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def digits(data: torch.Tensor, base: int, count: int) -> torch.Tensor:
-    """The `count` lowest digits of bytes in a base, uint8 ``[count, n]``, the lowest first."""
+    """The `count` lowest digits of bytes in a base, uint8 ``[count, n]``, the lowest first.
+
+    The base is 2 to 256.
+    """
     rows = data.new_empty(count, data.shape[0])
     if base & (base - 1) == 0:
         width = base.bit_length() - 1
@@ -60,8 +63,7 @@ def digits(data: torch.Tensor, base: int, count: int) -> torch.Tensor:
         return rows
     rest = data.to(torch.int32)
     for row in rows:
-        # What `rest // base` is for numbers below 256, and several times faster.
-        quotient = (rest * -(-512 // base)) >> 9
+        quotient = quotient_of(rest, base)  # Several times faster than `rest // base`.
         row.copy_(rest - quotient * base)
         rest = quotient
     return rows

@@ -13,9 +13,10 @@ _BITS = {
 }
 _COLLECTIVE = re.compile(
     r"= (?P<types>.+?) (?P<name>all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)"
-    r"(?:-start)?\("
+    r"(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_NO_TYPE = re.compile(r"\{[^}]*\}|/\*.*?\*/")  # layouts, and comments between the parts of a tuple
 
 
 def collective_bytes(text: str, devices: int) -> dict[str, int]:
@@ -26,7 +27,7 @@ def collective_bytes(text: str, devices: int) -> dict[str, int]:
 
     Args:
         text: of the program: ``jax.jit(f).lower(*arguments).compile().as_text()``.
-        devices: how many take part in a gather.
+        devices: how many take part in a gather or a scatter.
 
     Raises:
         KeyError: for a dtype that is not known.
@@ -38,11 +39,31 @@ def collective_bytes(text: str, devices: int) -> dict[str, int]:
     """
     total: dict[str, int] = {}
     for found in _COLLECTIVE.finditer(text):
-        bits = sum(
-            _BITS[dtype] * math.prod(int(length) for length in shape.split(",") if length)
-            for dtype, shape in _ARRAY.findall(found["types"])
-        )
-        name = found["name"]
-        share = devices if name == "all-gather" else 1
-        total[name] = total.get(name, 0) + bits // 8 // share
+        name, types = found["name"], _NO_TYPE.sub("", found["types"])
+        # All but an all-reduce start with a tuple of what goes in, what comes out, and more.
+        operands = bool(found["start"]) and name != "all-reduce"
+        size = _nbytes(_first(types) if operands else types)
+        if name == "all-gather" and not operands:
+            size //= devices
+        elif name == "reduce-scatter" and not operands:
+            size *= devices
+        total[name] = total.get(name, 0) + size
     return total
+
+
+def _nbytes(types: str) -> int:
+    bits = sum(
+        _BITS[dtype] * math.prod(int(length) for length in shape.split(",") if length)
+        for dtype, shape in _ARRAY.findall(types)
+    )
+    return bits // 8
+
+
+def _first(types: str) -> str:
+    """The first part of a tuple: an array, or a tuple in turn."""
+    depth = 0
+    for i, letter in enumerate(types):
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 1:
+            return types[1:i]
+    return types

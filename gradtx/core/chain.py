@@ -28,7 +28,14 @@ from gradtx.core.predicates import all_of
 from gradtx.core.rules import check as check_order
 from gradtx.core.schedule import Schedule, unknown_steps
 from gradtx.core.stage import Kind, Stage
-from gradtx.core.transformation import Context, Exchange, Progress, Transformation, flat
+from gradtx.core.transformation import (
+    Context,
+    Exchange,
+    KeepsLossScale,
+    Progress,
+    Transformation,
+    flat,
+)
 from gradtx.core.tree import (
     Array,
     Info,
@@ -67,8 +74,7 @@ class ChainState(NamedTuple):
     @property
     def loss_scale(self) -> Array | None:
         """What `dynamic_loss_scale` wants the next loss multiplied by; None without that stage."""
-        found = (s.loss_scale for s in self.states if "loss_scale" in getattr(s, "_fields", ()))
-        return next(found, None)
+        return next((s.loss_scale for s in self.states if isinstance(s, KeepsLossScale)), None)
 
     @property
     def last_finite(self) -> Array:

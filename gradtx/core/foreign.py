@@ -1,14 +1,25 @@
-"""What can be read off a transformation that is not ours: its name, and what it was made with."""
+"""What can be read off a transformation that is not ours: its name, and what it was made with.
+
+What is read are the variables that its functions close over and the attributes of its objects, as
+far as they are numbers, strings, sequences of those, small arrays, or functions in turn. Constants
+in the code of a function, its defaults, and what it finds in its module are not seen:
+``lambda step: 1e-3`` and ``lambda step: 1e-2`` look the same, and ranks do not notice if they have
+one each.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from gradtx.core.stage import Argument
 
 _DEEPEST = 8
+# Arrays of more values are data rather than settings.
+_SMALL = 16
 
 
 class Code(str):
@@ -29,7 +40,8 @@ def name_of(function: Any) -> str:
 def settings_of(function: Any) -> tuple[Argument, ...]:
     """The numbers and strings that a function closes over, or its object holds, by name.
 
-    What it is made of is described as well: the transformations of an `optax.chain`, a schedule.
+    So are sequences of those and arrays of at most 16 values. What it is made of is described as
+    well: the transformations of an `optax.chain`, a schedule.
     """
     return tuple(_settings(_held(_unwrapped(function)), _DEEPEST))
 
@@ -54,8 +66,9 @@ def _settings(held: dict[str, Any], depth: int) -> Iterator[Argument]:
     for key, value in sorted(held.items()):
         if key.startswith("_") or not depth:
             continue
-        if isinstance(value, (bool, int, float, str)):
-            yield Argument(key, value, None)
+        plain = _plain(value, depth)
+        if plain is not None:
+            yield Argument(key, plain, None)
         elif isinstance(value, dict):
             yield from _settings({str(name): part for name, part in value.items()}, depth - 1)
         elif _is_sequence(value):
@@ -72,7 +85,25 @@ def _held(function: Any) -> dict[str, Any]:
     found = {} if owner is None else dict(getattr(owner, "__dict__", {}))
     if inspect.isfunction(function):
         found |= inspect.getclosurevars(function).nonlocals
+    if isinstance(function, functools.partial):
+        found |= {"func": function.func, "args": function.args, **function.keywords}
     return found
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """A number or a string, a list or tuple of them, a small array as such; None for others."""
+    if isinstance(value, (bool, int, float, complex, str)) and not hasattr(value, "tolist"):
+        return value
+    if isinstance(value, (list, tuple)) and value and depth:
+        parts = [_plain(part, depth - 1) for part in value]
+        kind = list if isinstance(value, list) else tuple
+        return None if any(part is None for part in parts) else kind(parts)
+    if hasattr(value, "tolist") and math.prod(getattr(value, "shape", (_SMALL + 1,))) <= _SMALL:
+        try:
+            return value.tolist()
+        except Exception:  # It is traced, or on other hosts: its values are not known here.
+            return None
+    return None
 
 
 def _update_of(value: Any) -> Any:
@@ -80,7 +111,7 @@ def _update_of(value: Any) -> Any:
     update = getattr(value, "update", None)
     if callable(update) and hasattr(value, "init"):
         return update
-    return value if inspect.isroutine(value) else None
+    return value if inspect.isroutine(value) or isinstance(value, functools.partial) else None
 
 
 def _is_sequence(value: Any) -> bool:

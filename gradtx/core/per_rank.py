@@ -14,6 +14,17 @@ from gradtx import backends
 from gradtx.core.tree import Layout, PyTree, flatten, unflatten
 
 
+def per_rank_fields(state: Any) -> tuple[str, ...]:
+    """The fields of a state that differ between ranks, as it declares.
+
+    A field that a foreign state happens to call ``per_rank`` is no declaration.
+    """
+    if not isinstance(getattr(type(state), "per_rank", None), property):
+        return ()
+    declared: tuple[str, ...] = state.per_rank
+    return declared
+
+
 def with_first_axis(state: Any, layout: Layout) -> Any:
     """The state, its per-rank leaves of shape ``[]`` as ``[1]``."""
     return _map_per_rank(lambda tree: _shaped(tree, layout, (1,)), state)
@@ -41,7 +52,7 @@ def _map_per_rank(fn: Callable[[PyTree], PyTree], state: Any) -> Any:
     names = getattr(state, "_fields", None)
     if names is None:
         return tuple(_map_per_rank(fn, part) for part in state)
-    own = getattr(state, "per_rank", ())
+    own = per_rank_fields(state)
     parts = zip(names, state, strict=True)
     return type(state)(
         *(fn(part) if name in own else _map_per_rank(fn, part) for name, part in parts)

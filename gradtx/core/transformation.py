@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,7 @@ from gradtx.core.tree import (
     checked,
     map_leaves,
     parameters_of,
+    unboxed,
     widen,
 )
 
@@ -34,6 +36,12 @@ ConcludeFn = Callable[[Any, Array], Any]
 
 class EmptyState(NamedTuple):
     """The state of a transformation that has none."""
+
+
+class KeepsLossScale(ABC):
+    """A state with the loss scale of the next step, by declaration: ``KeepsLossScale.register``."""
+
+    loss_scale: Array
 
 
 class Progress:
@@ -172,8 +180,8 @@ class Transformation:
         if self._needs_chain:
             return self._alone.update(updates, state, params, **extra)
         with backends.within(updates, state):
-            out, state = self.step(self._checked(updates), state, params, **extra)
-        return cast_like(out, updates), state
+            out, state = self.step(self._checked(updates), state, unboxed(params), **extra)
+        return cast_like(arranged_like(out, updates), updates), state
 
     def _checked(self, updates: PyTree) -> PyTree:
         return checked(updates)
@@ -263,13 +271,15 @@ def declare(
 
     It sees parameters and gradients in FP32 (FP64 for FP64 leaves), in `init` too: so its state is
     in FP32 from the start, and no hyperparameter is rounded to 16 bits, where 0.999 is 1. All extra
-    arguments of `update` are passed on to it, if it takes any.
+    arguments of `update` are passed on to it, if it takes any; those that a chain adds for its own
+    parts are not.
 
     Args:
         obj: anything with `init(params)` and `update(updates, state, params=None)`.
-        name: what to print; by default the name of the function that made it. The numbers and
-            strings that it was made with are printed too, and ranks compare them; those of all its
-            parts, if it is an `optax.chain`.
+        name: what to print; by default the name of the function that made it. The numbers, strings
+            and small arrays that it was made with are printed too, and ranks compare them; those of
+            all its parts, if it is an `optax.chain`. Constants in the code of a function, such as
+            that of ``lambda step: 1e-3``, are not seen: ranks that differ there do not notice.
         linear: it commutes with scaling and with the sum over ranks.
         stateful: what it does depends on earlier steps.
         needs_reduced: it wants the gradient of all ranks.
@@ -302,7 +312,7 @@ def declare(
         needs_reduced=needs_reduced,
         module="",
     )
-    takes_extra = takes_any_keyword(update)
+    passed_on = extra_for(update)
 
     def setup(params: PyTree, info: Info | None) -> Any:
         return init(map_leaves(widen, params))
@@ -310,14 +320,27 @@ def declare(
     def step(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        extra.pop("context", None)
         updates = map_leaves(widen, updates)
         params = None if params is None else map_leaves(widen, params)
-        out, state = update(updates, state, params, **(extra if takes_extra else {}))
+        out, state = update(updates, state, params, **passed_on(extra))
         # It may hand on another container, or the same one in another order.
         return arranged_like(out, updates), state
 
     return Transformation(stage, setup, step)
+
+
+def extra_for(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """What picks the extra arguments for a function that is not ours.
+
+    Those are all that the caller has given, none of what a chain tells its parts; and none at all
+    if the function does not take keyword arguments that it does not name.
+    """
+    takes_extra = takes_any_keyword(function)
+
+    def pick(extra: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in extra.items() if takes_extra and k not in ("context", "finite")}
+
+    return pick
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:

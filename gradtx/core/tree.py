@@ -17,7 +17,14 @@ import optree
 import torch
 
 from gradtx import backends
-from gradtx.backends.registry import NAMESPACE, adopt_type, is_jax_node, register_node
+from gradtx.backends.registry import (
+    NAMESPACE,
+    Entry,
+    adopt_type,
+    in_box,
+    is_jax_node,
+    register_node,
+)
 from gradtx.core.payload import Payload
 
 Array: TypeAlias = Any
@@ -71,7 +78,25 @@ def adopt(tree: PyTree) -> PyTree:
 
 def path_of(accessor: Any) -> str:
     """A key path as text: dict keys, positions, and the names of fields, joined by dots."""
-    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)
+    return ".".join(
+        str(getattr(entry, "field", entry.entry))
+        for entry in accessor
+        if entry.entry is not Entry.OMITTED
+    )
+
+
+def unboxed(tree: PyTree) -> PyTree:
+    """The tree with the values in place of their boxes: flax unwraps its variables after `init`."""
+    leaves, treespec = optree.tree_flatten(tree, _is_whole, none_is_leaf=True, namespace=NAMESPACE)
+    boxes = list(map(in_box, leaves))
+    if not any(boxes):
+        return tree
+    values = [unboxed(*box) if box else leaf for box, leaf in zip(boxes, leaves, strict=True)]
+    return unflatten(treespec, values)
+
+
+def _is_whole(node: Any) -> bool:
+    return _is_payload(node) or bool(in_box(node))
 
 
 def structure(tree: PyTree) -> Any:
@@ -150,10 +175,12 @@ def reorder(found: Mapping[str, Any], paths: Sequence[str]) -> list[Any]:
 def checked(updates: PyTree) -> PyTree:
     """The updates without autograd history, each leaf a payload or a floating-point array.
 
+    Boxes are gone, as they are from the parameters in `init`.
+
     Raises:
         TypeError: naming the path of a leaf that is neither.
     """
-    paths, leaves, treespec = flatten_with_paths(updates)
+    paths, leaves, treespec = flatten_with_paths(unboxed(adopt(updates)))
     for path, leaf in zip(paths, leaves, strict=True):
         if leaf is not None and not _is_payload(leaf):
             check_leaf(path, leaf)
@@ -347,10 +374,10 @@ def parameters_of(params: PyTree, info: Info | None = None) -> tuple[PyTree, Inf
 
     Returns:
         For a module, its `named_parameters()` as a dict, and a `LeafInfo` for each; else the
-        arguments.
+        arguments, boxes opened.
     """
     if not isinstance(params, torch.nn.Module):
-        return adopt(params), info
+        return unboxed(adopt(params)), info
     found: dict[str, LeafInfo] = {}
     by_identity: dict[int, str] = {}
     for prefix, module in params.named_modules(remove_duplicate=False):

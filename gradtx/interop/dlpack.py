@@ -116,8 +116,8 @@ def needs_copy(tree: PyTree) -> dict[str, str]:
         >>> needs_copy({"a": torch.zeros(4), "b": torch.zeros(4, 4)[:, ::2]})
         {'b': 'its values have gaps or overlaps between them'}
     """
-    paths, leaves, _ = _flat(tree)
-    found = zip(paths, leaves, strict=True)
+    leaves, treespec = _flat(tree)
+    found = zip(_paths(treespec), leaves, strict=True)
     why = {p: _why_not_shared(x) for p, x in found if isinstance(x, torch.Tensor)}
     return {path: reason for path, reason in why.items() if reason is not None}
 
@@ -127,28 +127,30 @@ def _check_copy(name: str, copy: Any) -> None:
         raise TypeError(f"{name}(copy={copy!r}): expected True, False or None")
 
 
-def _flat(tree: PyTree) -> tuple[list[str], list[Any], Any]:
+def _flat(tree: PyTree) -> tuple[list[Any], Any]:
     """The leaves down to the arrays, those within payloads too."""
-    accessors, leaves, treespec = optree.tree_flatten_with_accessor(
-        adopt(tree), none_is_leaf=True, namespace=NAMESPACE
-    )
-    return [path_of(accessor) for accessor in accessors], leaves, treespec
+    leaves, treespec = optree.tree_flatten(adopt(tree), none_is_leaf=True, namespace=NAMESPACE)
+    return leaves, treespec
+
+
+def _paths(treespec: Any) -> list[str]:
+    return [path_of(accessor) for accessor in treespec.accessors()]
 
 
 class _Path:
     """The key path of a leaf, found when it is printed: finding all of them takes time."""
 
-    def __init__(self, tree: PyTree, position: int) -> None:
-        self._tree, self._position = tree, position
+    def __init__(self, treespec: Any, position: int) -> None:
+        self._treespec, self._position = treespec, position
 
     def __repr__(self) -> str:
-        return repr(_flat(self._tree)[0][self._position])
+        return repr(_paths(self._treespec)[self._position])
 
 
 def _mapped(convert: Callable[[_Path, Any], Any], tree: PyTree) -> PyTree:
-    leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
+    leaves, treespec = _flat(tree)
     converted = [
-        None if leaf is None else convert(_Path(tree, i), leaf) for i, leaf in enumerate(leaves)
+        None if leaf is None else convert(_Path(treespec, i), leaf) for i, leaf in enumerate(leaves)
     ]
     return optree.tree_unflatten(treespec, converted)
 

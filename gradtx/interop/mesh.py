@@ -8,8 +8,10 @@ import optree
 
 from gradtx.backends.registry import NAMESPACE
 from gradtx.core.chain import ChainState
-from gradtx.core.tree import PyTree
+from gradtx.core.per_rank import per_rank_fields
+from gradtx.core.tree import PyTree, adopt
 from gradtx.exchange.allreduce import AllreduceState
+from gradtx.interop.optional import require
 
 
 def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
@@ -42,21 +44,15 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
         >>> tx = gx.chain(gx.topk(0.01), gx.ef(), gx.allreduce(axis_name="data"))
         >>> params = {"w": jnp.zeros(300)}
         >>> specs = gx.partition_specs(jax.eval_shape(tx.init, params), axis_name="data")
-        >>> specs.residual
-        {'w': P('data')}
+        >>> specs.residual == {"w": P("data")}
+        True
         >>> init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
         >>> init(params).residual["w"].shape == (300 * jax.device_count(),)
         True
     """
     if not isinstance(axis_name, str):
         raise TypeError(f"partition_specs(axis_name={axis_name!r}): expected a mesh axis's name")
-    try:
-        from jax.sharding import PartitionSpec
-    except ImportError:
-        raise ImportError(
-            "partition_specs needs jax, which is not installed: pip install 'gradtx[jax]'"
-        ) from None
-    spec: Any = PartitionSpec
+    spec = require("jax", "partition_specs").sharding.PartitionSpec
     everywhere, along = spec(), spec(axis_name)
 
     def of_chain(node: Any) -> Any:
@@ -71,7 +67,7 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
             )
         return specs
 
-    return optree.tree_map(of_chain, state, is_leaf=_is_chain, namespace=NAMESPACE)
+    return optree.tree_map(of_chain, adopt(state), is_leaf=_is_chain, namespace=NAMESPACE)
 
 
 def _is_chain(node: Any) -> bool:
@@ -87,11 +83,11 @@ class _Walk:
 
     def visit(self, state: Any) -> Any:
         """The specs of the state of one transformation."""
-        ours = type(state).__module__.startswith("gradtx.") or hasattr(state, "per_rank")
+        ours = type(state).__module__.startswith("gradtx.") or per_rank_fields(state)
         if not ours:
             return self._all(state, self._everywhere if self.exchanged else self._along)
         self.exchanged |= isinstance(state, AllreduceState)
-        own = getattr(state, "per_rank", ())
+        own = per_rank_fields(state)
         parts = []
         for name, part in zip(state._fields, state, strict=True):
             if name in ("states", "inner_states"):

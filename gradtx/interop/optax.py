@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 
@@ -14,7 +15,7 @@ from gradtx.core.chain import chain
 from gradtx.core.foreign import describe
 from gradtx.core.payload import decode_leaves
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Transformation, takes_any_keyword
+from gradtx.core.transformation import Transformation, extra_for
 from gradtx.core.tree import (
     Info,
     PyTree,
@@ -47,8 +48,14 @@ def to_optax(tx: Transformation) -> Any:
     - ``optax.inject_hyperparams`` on a ratio, or on anything else that a shape follows from: it
       makes an array of the number, and shapes are known before arrays are. The factory refuses it.
       Use a `Schedule`.
-    - ``optax.MultiSteps`` around an exchange: it runs it in a branch (``lax.cond``). All ranks take
-      the same branch, since they count alike, but every rank must start from the same state.
+    - ``optax.MultiSteps`` around an exchange over a mesh axis. The sum that it keeps, `acc_grads`,
+      is of one device's gradients and differs between devices, which neither it nor
+      `partition_specs` knows; and it runs `tx` in one branch of a ``lax.cond``, which
+      `jax.shard_map` refuses, as the other branch gives the same on all devices. Nor does it help
+      inside the chain, before the exchange: there it hands on zeros in between, and those would be
+      exchanged. Accumulate before the chain: sum the gradients of the micro-batches up (in a
+      ``lax.scan``, say), and call `update` once for all of them. Without a mesh axis it works; so
+      it does under `jax.vmap` over a named axis.
 
     Args:
         tx: a transformation or chain for JAX arrays. One that is no chain is put into one, and is
@@ -125,12 +132,13 @@ def from_optax(tx: Any) -> Transformation:
 
     Returns:
         The transformation: needs true, reduced, dense gradients; stateful. If `tx` takes extra
-        arguments, those of `update` that are numbers or arrays are passed on to it.
+        arguments, those of `update` that are numbers or arrays (NumPy's too) are passed on to it.
 
     Raises:
         ImportError: if JAX is not installed.
         TypeError: if `tx` has no `init` and `update`; in `init`, of an FP64 parameter while JAX's
-            64-bit mode is off (naming its path), or if the state holds what is no array.
+            64-bit mode is off (naming its path), or if the state holds what is no array; in
+            `update`, of an FP64 tensor among the extra arguments (naming it), likewise.
 
     Example:
         >>> import optax, torch, gradtx as gx
@@ -148,7 +156,7 @@ def from_optax(tx: Any) -> Transformation:
             f"from_optax({tx!r}): expected an optax.GradientTransformation, such as "
             "optax.adamw(1e-3)"
         )
-    takes_extra = takes_any_keyword(update)
+    passed_on = extra_for(update)
 
     def compute(
         updates: PyTree, state: Any, params: PyTree, extra: Mapping[str, Any]
@@ -177,7 +185,7 @@ def from_optax(tx: Any) -> Transformation:
     ) -> tuple[PyTree, Any]:
         updates = map_leaves(widen, updates)
         params = None if params is None else map_leaves(widen, params)
-        given = {k: v for k, v in extra.items() if takes_extra and k != "context"}
+        given = passed_on(extra)
         if not _is_torch(updates):
             out, new = update(updates, state, params, **given)
             return arranged_like(out, updates), new
@@ -185,7 +193,7 @@ def from_optax(tx: Any) -> Transformation:
             _lent(updates),
             _used(jax, state),
             None if params is None else _lent(params),
-            {key: _extra(value) for key, value in given.items() if _is_value(value)},
+            {key: _extra(key, value) for key, value in given.items() if _is_value(value)},
         )
         # The gradients and parameters are the caller's again once all is computed.
         out, new = jax.block_until_ready((out, new))
@@ -254,8 +262,12 @@ def _used(jax: Any, state: Any) -> Any:
 
 
 def _is_value(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or backends.is_array(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "biufc"
+    return isinstance(value, (bool, int, float, complex)) or backends.is_array(value)
 
 
-def _extra(value: Any) -> Any:
-    return to_jax(value.detach(), copy=True) if isinstance(value, torch.Tensor) else value
+def _extra(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return to_jax({name: value.detach()}, copy=True)[name]

@@ -6,14 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import optree
 import torch
 
 from gradtx.core.chain import Chain
 from gradtx.core.combinators import Filter, Gate
 from gradtx.core.stage import Kind
 from gradtx.core.transformation import Transformation, flat
-from gradtx.core.tree import PyTree, flatten, flatten_with_paths, map_leaves, unflatten, widen
+from gradtx.core.tree import (
+    PyTree,
+    flatten,
+    flatten_with_paths,
+    map_arrays,
+    map_leaves,
+    unflatten,
+    widen,
+)
 from gradtx.exchange.group import find_group
 from gradtx.testing.ranks import run_ranks
 from gradtx.transforms.unscale import unscale
@@ -181,7 +188,7 @@ def _one_program() -> Any:
 
 def copied(tree: Any) -> Any:
     """The tree, with copies of its tensors."""
-    return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
+    return map_arrays(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def default_params() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from gradtx import backends
 from gradtx.compressors.arguments import check_whole
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Transformation
+from gradtx.core.transformation import KeepsLossScale, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten, map_leaves
 from gradtx.transforms.unscale import divide
 
@@ -28,6 +28,9 @@ class DynamicLossScaleState(NamedTuple):
 
     loss_scale: Array
     good_steps: Array
+
+
+KeepsLossScale.register(DynamicLossScaleState)
 
 
 def dynamic_loss_scale(

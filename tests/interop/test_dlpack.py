@@ -438,3 +438,40 @@ def test_without_jax_it_says_how_to_install_it(convert, monkeypatch):
     text = f"{convert.__name__} needs jax, which is not installed: pip install 'gradtx[jax]'"
     with refused(ImportError, text):
         convert({})
+
+
+class TestContainersOfOthers:
+    def test_a_frozen_dict_goes_there_and_back(self):
+        core = pytest.importorskip("flax.core")
+        there = gx.to_jax(core.FrozenDict({"a": {"w": torch.arange(3.0)}, "none": None}))
+        assert type(there) is core.FrozenDict
+        assert isinstance(there["a"]["w"], jax.Array)
+        assert there["none"] is None
+        back = gx.to_torch(there)
+        assert type(back) is core.FrozenDict
+        assert torch.equal(back["a"]["w"], torch.arange(3.0))
+
+    def test_the_variables_of_nnx(self):
+        nnx = pytest.importorskip("flax.nnx")
+        params = nnx.state(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Param)
+        there = gx.to_torch(params)
+        assert type(there) is type(params)
+        back = gx.to_jax(there)
+        assert jax.tree.structure(back) == jax.tree.structure(params)
+        assert bits(back["kernel"][...]) == bits(params["kernel"][...])
+
+    def test_the_path_in_an_error(self):
+        core = pytest.importorskip("flax.core")
+        with refused(TypeError, "leaf 'a.w' is a float: expected a torch tensor"):
+            gx.to_jax(core.FrozenDict({"a": {"w": 1.0}}))
+
+    def test_the_state_of_a_chain_over_one(self):
+        core = pytest.importorskip("flax.core")
+        tx = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef(), gx.allreduce())
+        grads = core.FrozenDict({"w": jnp.asarray([3.0, 1.0])})
+        _, state = tx.update(grads, tx.init(grads), loss_scale=1.0)
+        there = gx.to_torch(state)
+        assert there.residual["w"].tolist() == [0, 1]
+        on_torch, _ = tx.update(gx.to_torch(grads), there, loss_scale=1.0)
+        on_jax, _ = tx.update(grads, gx.to_jax(there), loss_scale=1.0)
+        assert on_torch["w"].tolist() == on_jax["w"].tolist() == [3, 0]

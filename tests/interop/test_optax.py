@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from gradtx.testing import check_laws, run_ranks
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 jnp = jax.numpy
+
+from meshes import P, laid_out, mesh_of  # noqa: E402
 
 INF = float("inf")
 PARAMS = {"b": np.linspace(-1, 1, 3, dtype=np.float32), "w": np.ones((4, 5), np.float32)}
@@ -134,6 +137,56 @@ class TestToOptax:
         wanted, _ = ours.update(mean, ours.init(on_jax(PARAMS)), loss_scale=2.0)
         close(out, jax.tree.map(lambda u: -u, wanted))
         assert update._cache_size() == 1
+
+    MICRO = np.asarray([[[4.0, 1.0], [1.0, 0.0]], [[0.0, 2.0], [0.0, 2.0]]], np.float32)
+    """By device, by step, values: means of [2.5, 0.5] and [0, 2]."""
+
+    @staticmethod
+    def multi_steps(exchange, micro):
+        """The updates of the micro-steps of one device."""
+        tx = optax.MultiSteps(gx.to_optax(gx.chain(gx.topk(0.5), gx.ef(), exchange)), len(micro))
+        state = tx.init({"w": micro[0]})
+        out = []
+        for grads in micro:
+            updates, state = tx.update({"w": grads}, state)
+            out.append(updates["w"])
+        return jnp.stack(out)
+
+    def test_multi_steps_around_an_exchange_on_one_device(self):
+        found = jax.jit(lambda x: self.multi_steps(gx.allreduce(), x))(self.MICRO[0])
+        assert found.tolist() == [[0, 0], [2.5, 0]]
+
+    def test_multi_steps_around_an_exchange_under_vmap(self):
+        exchange = gx.allreduce(axis_name="data")
+        found = jax.vmap(lambda x: self.multi_steps(exchange, x), axis_name="data")(self.MICRO)
+        assert found.tolist() == [[[0, 0], [1.25, 1]]] * 2
+
+    def test_multi_steps_around_an_exchange_over_a_mesh_cannot_be(self):
+        chain = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(axis_name="data"))
+        tx, params = optax.MultiSteps(gx.to_optax(chain), 2), {"w": jnp.zeros(2)}
+        specs = gx.partition_specs(jax.eval_shape(tx.init, params), axis_name="data")
+        assert specs.acc_grads == {"w": P()}
+        mesh = mesh_of(2)
+        state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+
+        def step(grads, state):
+            return tx.update({"w": grads[0]}, state)
+
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+        with pytest.raises(TypeError, match="cond branches must have equal output types"):
+            jax.jit(mapped)(laid_out(mesh, self.MICRO[:, 0]), state)
+
+    def test_instead_the_gradients_are_accumulated_before_the_chain(self):
+        tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(axis_name="data"))
+
+        def step(micro):
+            total, _ = jax.lax.scan(lambda a, b: (a + b, None), 0 * micro[0, 0], micro[0])
+            grads = {"w": total / micro.shape[1]}
+            return tx.update(grads, tx.init(grads))[0]["w"]
+
+        micro = laid_out(mesh_of(2), self.MICRO)
+        mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=P("data"), out_specs=P())
+        assert jax.jit(mapped)(micro).tolist() == [1.25, 1]
 
     def test_tree_get_finds_what_is_in_the_state(self):
         own = gx.to_optax(gx.chain(gx.dynamic_loss_scale(8.0), gx.topk(0.25), gx.ef()))
@@ -305,7 +358,7 @@ class TestOptaxInAChain:
         tx = gx.chain(gx.unscale(), foreign)
         params = on_jax(PARAMS)
         tx.update(params, tx.init(params), params, loss_scale=2.0, value=3.0)
-        assert seen == [(3.0, ["finite", "loss_scale"])]
+        assert seen == [(3.0, ["loss_scale"])]
 
     def test_an_optimizer_that_wants_the_loss_gets_it(self):
         tx, alone = gx.chain(gx.unscale(), optax.polyak_sgd()), optax.polyak_sgd()
@@ -327,6 +380,11 @@ class TestOptaxInAChain:
         assert not any(leaf.any() for leaf in jax.tree.leaves(out))
         close(after.gate.inner_states, state.gate.inner_states, rtol=0, atol=0)
         assert int(after.total_notfinite) == 1
+
+
+def joined(boundary):
+    schedules = [optax.constant_schedule(0.1), optax.constant_schedule(0.01)]
+    return optax.join_schedules(schedules, [boundary])
 
 
 class TestWhatIsPrinted:
@@ -353,11 +411,58 @@ class TestWhatIsPrinted:
                 optax.named_chain(("a", optax.scale(0.1))),
                 optax.named_chain(("a", optax.scale(0.2))),
             ),
+            (optax.adam(jnp.float32(1e-3)), optax.adam(jnp.float32(1e-2))),
+            (optax.adam(np.float32(1e-3)), optax.adam(np.float32(1e-2))),
+            (optax.adam(np.float64(1e-3)), optax.adam(np.float64(1e-2))),
+            (optax.adam(torch.tensor(1e-3)), optax.adam(torch.tensor(1e-2))),
+            (optax.scale(np.asarray([1.0, 2.0])), optax.scale(np.asarray([1.0, 3.0]))),
+            (optax.adam(joined(10)), optax.adam(joined(99))),
+            (
+                optax.sgd(partial(np.multiply, 1e-3)),
+                optax.sgd(partial(np.multiply, 1e-2)),
+            ),
+            (
+                optax.sgd(optax.piecewise_constant_schedule(1.0, {10: 0.1})),
+                optax.sgd(optax.piecewise_constant_schedule(1.0, {10: 0.2})),
+            ),
         ],
     )
     def test_ranks_with_other_settings_have_another_fingerprint(self, one, other):
         assert gx.declare(one).fingerprint != gx.declare(other).fingerprint
         assert gx.from_optax(one).fingerprint != gx.from_optax(other).fingerprint
+
+    @pytest.mark.parametrize(
+        "number",
+        [0.5, np.float32(0.5), np.float64(0.5), np.asarray(0.5), jnp.float32(0.5)],
+        ids=lambda number: type(number).__name__,
+    )
+    def test_a_number_is_a_number_whatever_its_type(self, number):
+        assert repr(gx.declare(optax.scale(number))) == "scale(step_size=0.5)"
+
+    def test_sequences_and_small_arrays_are_printed_and_large_ones_are_not(self):
+        def holding(held):
+            def update(updates, state, params=None):
+                return held, state
+
+            return describe(update).removeprefix("TestWhatIsPrinted")
+
+        assert holding([10, 99]) == "(held=[10, 99])"
+        assert holding((np.float32(0.5), "a")) == "(held=(0.5, 'a'))"
+        assert (
+            holding(jnp.arange(16).reshape(2, 8))
+            == f"(held={np.arange(16).reshape(2, 8).tolist()})"
+        )
+        assert holding(np.arange(17)) == holding([]) == holding(jax.random.key(0)) == "()"
+
+    def test_a_traced_setting_is_left_out(self):
+        seen = []
+        jax.jit(lambda rate: seen.append(repr(gx.declare(optax.scale(rate)))))(0.5)
+        assert seen == ["scale()"]
+
+    def test_constants_in_the_code_of_a_function_are_not_seen(self):
+        """The limit that the module states."""
+        one, other = optax.sgd(lambda step: 1e-3), optax.sgd(lambda step: 1e-2)
+        assert gx.declare(one).fingerprint == gx.declare(other).fingerprint
 
     def test_equal_settings_have_equal_fingerprints(self):
         one, other = optax.adamw(1e-3), optax.adamw(1e-3)
@@ -448,7 +553,7 @@ class TestFromOptax:
             if number % 7 == 0:
                 grads["b"][0] = INF
             _, state = tx.update(grads, state, params, loss_scale=1.0 + number, value=float(number))
-        assert traced == [["finite", "loss_scale", "value"]]
+        assert traced == [["loss_scale", "value"]]
         assert int(state.total_notfinite) == 15
 
     def test_in_a_chain_on_two_ranks_it_gives_what_optax_makes_of_the_mean(self):
@@ -573,6 +678,38 @@ class TestFromOptax:
         out, _ = tx.update(params, tx.init(params), params, value=torch.tensor(2.0), other="text")
         wide = on_jax(PARAMS)
         close(out, alone.update(wide, alone.init(wide), wide, value=2.0)[0])
+
+    @pytest.mark.parametrize(
+        "value",
+        [2, 2.0, np.float32(2), np.float64(2), np.int32(2), np.asarray(2.0), jnp.float32(2)],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_an_extra_argument_may_be_of_any_numeric_type(self, value):
+        tx = gx.from_optax(optax.polyak_sgd())
+        params = on_torch(PARAMS)
+        out, _ = tx.update(params, tx.init(params), params, value=value)
+        wanted, _ = tx.update(params, tx.init(params), params, value=torch.tensor(2.0))
+        close(out, wanted)
+
+    def test_an_array_of_numpy_arrives_and_one_of_text_does_not(self):
+        seen = []
+
+        def update(updates, state, params=None, **extra):
+            seen.append({name: (x.shape, str(x.dtype)) for name, x in extra.items()})
+            return updates, state
+
+        tx = gx.from_optax(optax.GradientTransformationExtraArgs(lambda params: (), update))
+        params = on_torch(PARAMS)
+        extra = {"weights": np.ones((2, 3), np.float32), "names": np.asarray(["a", "b"])}
+        tx.update(params, tx.init(params), params, **extra)
+        assert seen == [{"weights": ((2, 3), "float32")}]
+
+    def test_an_extra_argument_in_fp64_is_named(self):
+        tx = gx.from_optax(optax.polyak_sgd())
+        params = on_torch(PARAMS)
+        value = torch.tensor(2.0, dtype=torch.float64)
+        with refused(TypeError, "leaf 'value' has dtype float64 and JAX would narrow it"):
+            tx.update(params, tx.init(params), params, value=value)
 
     def test_a_random_key_in_the_state_is_kept(self):
         alone = optax.add_noise(0.1, 0.5, jax.random.key(0))

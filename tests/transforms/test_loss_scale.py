@@ -3,6 +3,8 @@
 import inspect
 import io
 import re
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import gradtx as gx
 from gradtx.core.parse import parse
+from gradtx.core.per_rank import per_rank_fields
 from gradtx.testing import run_ranks
 
 INF, NAN = float("inf"), float("nan")
@@ -54,6 +57,35 @@ def test_the_scale_is_an_fp32_scalar_found_in_the_state_of_the_chain():
 def test_a_chain_without_it_has_no_scale():
     tx = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef())
     assert tx.init({"w": torch.zeros(4)}).loss_scale is None
+
+
+class Foreign(NamedTuple):
+    """A state with fields that happen to have names of ours."""
+
+    loss_scale: torch.Tensor
+    per_rank: torch.Tensor
+
+
+FOREIGN = gx.declare(
+    SimpleNamespace(
+        init=lambda params: Foreign(torch.tensor(3.0), torch.tensor(5.0)),
+        update=lambda updates, state, params=None: (updates, state),
+    ),
+    name="foreign",
+    stateful=False,
+    needs_reduced=False,
+)
+
+
+def test_a_field_of_a_foreign_state_is_no_loss_scale():
+    params = {"w": torch.zeros(4)}
+    assert gx.chain(FOREIGN, gx.topk(0.5), gx.ef()).init(params).loss_scale is None
+    own = gx.chain(FOREIGN, gx.dynamic_loss_scale(8.0), check=False).init(params)
+    assert own.loss_scale == 8.0
+
+
+def test_a_field_of_a_foreign_state_does_not_say_what_differs_between_ranks():
+    assert per_rank_fields(Foreign(torch.tensor(3.0), torch.tensor(5.0))) == ()
 
 
 def test_what_stands_behind_it_sees_fp32():
