@@ -364,15 +364,6 @@ def _dynamic(tx: Chain) -> Stage | None:
     return next((stage for stage in unscales if stage.stateful), None)
 
 
-def _named(tree: PyTree, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    paths, leaves, _ = flatten_with_paths(tree)
-    return {
-        path: leaf
-        for path, leaf in zip(paths, leaves, strict=True)
-        if (path in like if like is not None else leaf is not None)
-    }
-
-
 def _tell(group: Group, error: Exception) -> None:
     """Tells the other ranks, which wait in the handshake, why this one does not come."""
     with suppress(RankMismatchError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_bool
 from gradtx.compressors.compressor import compressor
+from gradtx.core.arguments import check_bool
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_whole
 from gradtx.compressors.compressor import random_compressor
+from gradtx.core.arguments import check_whole
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_bool, check_whole
 from gradtx.compressors.compressor import check_form
+from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Transformation

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_bool, check_whole
 from gradtx.compressors.compressor import compressor, random_compressor
 from gradtx.compressors.levels import Levels, encode_levels, steps_of
+from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_bool, check_ratio, check_whole, count
 from gradtx.compressors.compressor import random_compressor
 from gradtx.compressors.topk import Sparse
+from gradtx.core.arguments import check_bool, check_ratio, check_whole, count
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage

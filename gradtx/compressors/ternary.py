@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_bool, check_whole
 from gradtx.compressors.compressor import random_compressor
 from gradtx.compressors.levels import Levels, encode_levels
+from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 from gradtx.core.tree import Array

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_bool, check_ratio, count
 from gradtx.compressors.compressor import compressor
 from gradtx.compressors.topk import Sparse
+from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.payload import Payload, dense, register_payload
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage

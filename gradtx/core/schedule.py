@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradtx import backends
+from gradtx.core.arguments import check_whole
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Stage
 from gradtx.core.transformation import Context, Transformation
@@ -140,14 +141,7 @@ def warmup_density(densities: Sequence[float], steps_each: int) -> Schedule:
         >>> gx.topk(schedule)
         gx.topk(gx.warmup_density([0.25, 0.0625, 0.001], 100))
     """
-    if isinstance(steps_each, bool) or not isinstance(steps_each, int):
-        raise TypeError(
-            f"warmup_density(steps_each={steps_each!r}): expected a whole number of 1 or more"
-        )
-    if steps_each < 1:
-        raise ValueError(
-            f"warmup_density(steps_each={steps_each!r}): expected a whole number of 1 or more"
-        )
+    check_whole("warmup_density(steps_each", steps_each, 1)
     if isinstance(densities, str) or not isinstance(densities, Sequence):
         raise TypeError(
             f"warmup_density({densities!r}): expected several floats, such as [0.25, 0.01]"

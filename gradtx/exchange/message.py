@@ -54,11 +54,6 @@ def fields(payload: Payload) -> Iterator[Field]:
             yield Field(child, payload.size if codec == "index" else None, codec == "local")
 
 
-def payload_nbytes(payload: Payload) -> int:
-    """What a payload takes on the wire, in bytes, without header."""
-    return sum(field.nbytes for field in fields(payload))
-
-
 class Packing:
     """How the arrays of some payloads are laid into segments.
 

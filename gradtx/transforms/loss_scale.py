@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradtx import backends
-from gradtx.compressors.arguments import check_whole
+from gradtx.core.arguments import check_whole
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import KeepsLossScale, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten, map_leaves

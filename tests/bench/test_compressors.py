@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gradtx as gx
+from compressing import payload_nbytes
 from gradtx.__main__ import main
 from gradtx.bench import compressors
 from gradtx.bench.compressors import Wire, compare, family_of, measure, methods
 from gradtx.bench.gradients import load
-from gradtx.exchange.message import payload_nbytes
 
 # Bits a value by definition; headers and small leaves add a little.
 BITS = {

@@ -21,12 +21,12 @@ from compressing import (
     draws,
     encoded,
     normal,
+    payload_nbytes,
     same_under_jax,
     share_lost,
     tolerated_bias,
 )
 from gradtx.compressors.natural import natural
-from gradtx.exchange.message import payload_nbytes
 from gradtx.testing import check_laws
 
 VALUES = [1.0, 1.25, -1.5, 1.75, 1.999, -1.001, 1.1, 1.9]

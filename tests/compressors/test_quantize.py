@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -22,13 +21,14 @@ from compressing import (
     draws,
     encoded,
     normal,
+    on_jax,
+    payload_nbytes,
     same_under_jax,
     share_lost,
     tolerated_bias,
 )
 from gradtx.compressors.levels import PER_BYTE, pack, unpack
 from gradtx.compressors.quantize import BITS, NORMS, error_bound, quantize
-from gradtx.exchange.message import payload_nbytes
 from gradtx.testing import check_laws
 
 bits_ = pytest.mark.parametrize("bits", BITS)
@@ -45,8 +45,8 @@ def test_digits_are_packed_as_many_to_a_byte_as_fit(base, n):
     assert len(packed) == -(-n // PER_BYTE[base])
     assert base ** PER_BYTE[base] <= 256 < base ** (PER_BYTE[base] + 1)
     np.testing.assert_array_equal(unpack(packed, n, base), digits)
-    np.testing.assert_array_equal(pack(jnp.asarray(digits), base), packed)
-    np.testing.assert_array_equal(unpack(jnp.asarray(packed.numpy()), n, base), digits)
+    np.testing.assert_array_equal(pack(on_jax(digits), base), packed)
+    np.testing.assert_array_equal(unpack(on_jax(packed.numpy()), n, base), digits)
 
 
 @pytest.mark.parametrize("base", PER_BYTE)
@@ -173,7 +173,7 @@ def test_jax_gives_the_same_bits(bits, stochastic, values):
 def test_jax_gives_the_euclidean_norm_to_two_units_in_the_last_place(bits):
     leaf = normal(1001)
     tx = quantize(bits, norm="l2")
-    mine, theirs = encoded(tx, leaf), encoded(tx, jnp.asarray(leaf.numpy()))
+    mine, theirs = encoded(tx, leaf), encoded(tx, on_jax(leaf.numpy()))
     np.testing.assert_array_max_ulp(mine.norms.numpy(), np.asarray(theirs.norms), 2)
     assert np.mean(mine.codes.numpy() != np.asarray(theirs.codes)) < 0.01
 

@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -20,12 +19,13 @@ from compressing import (
     draws,
     encoded,
     normal,
+    on_jax,
+    payload_nbytes,
     same_under_jax,
     tolerated_bias,
 )
 from gradtx.compressors.quantize import quantize
 from gradtx.compressors.ternary import ternary
-from gradtx.exchange.message import payload_nbytes
 from gradtx.testing import check_laws, run_ranks
 
 VALUES = [0.0, 1e-3, -0.01, 0.2, -0.25, 0.5, -0.77, 2.0, 0.9, -2.0]
@@ -86,7 +86,7 @@ def test_jax_gives_the_same_bits(values):
 def test_jax_clips_to_two_units_in_the_last_place():
     leaf = normal(1001)
     mine = encoded(ternary(clip=2.5), leaf)
-    theirs = encoded(ternary(clip=2.5), jnp.asarray(leaf.numpy()))
+    theirs = encoded(ternary(clip=2.5), on_jax(leaf.numpy()))
     np.testing.assert_array_max_ulp(mine.norms.numpy(), np.asarray(theirs.norms), 2)
 
 

@@ -1,5 +1,6 @@
 """Parameters in the containers of other libraries: leaves are known by key path."""
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -206,6 +207,13 @@ def test_partition_specs_of_a_train_state():
     spec = jax.sharding.PartitionSpec
     assert specs.params["b"] == spec()
     assert specs.opt_state.residual["b"] == spec("data")
+
+
+def test_partition_specs_say_how_to_install_jax(monkeypatch):
+    state = TX.init(PLAIN)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(ImportError, match=r"^partition_specs needs jax, .*'gradtx\[jax\]'$"):
+        gx.partition_specs(state, axis_name="data")
 
 
 def test_orders_of_a_dict_do_not_matter():

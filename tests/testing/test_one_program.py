@@ -24,7 +24,9 @@ DTYPES = [
 def test_arrays_come_back_bit_for_bit(name, shape):
     dtype = getattr(torch, name)
     n = torch.Size(shape).numel()
-    bits = torch.randint(0, 2 if name == "bool" else 256, (n * dtype.itemsize,), dtype=torch.uint8)
+    seeded = torch.Generator().manual_seed(0)
+    high, nbytes = 2 if name == "bool" else 256, n * dtype.itemsize
+    bits = torch.randint(high, (nbytes,), dtype=torch.uint8, generator=seeded)
     tensor = bits.view(dtype).reshape(shape)
     there = _to_jax(tensor)
     back = _to_torch(there)

@@ -1,4 +1,4 @@
-"""What the factories of compressors check of their arguments."""
+"""What factories check of their arguments."""
 
 from __future__ import annotations
 
