@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 # Of the nodes that JAX knows and optree does not; all others are registered for everyone.
 NAMESPACE = "gradtx"
+_classes: set[type] = set()
 _nodes: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 _jax: list[Any] = []
 # Whoever finds a class registered may use it at once.
@@ -60,9 +61,15 @@ def register_node(
     with _lock:
         register(cls, flatten, unflatten, namespace=_GLOBAL)
         _nodes.append((cls, flatten, unflatten))
+        _classes.add(cls)
         for jax in _jax:
             _register_one(jax, cls, flatten, unflatten)
     return cls
+
+
+def is_registered(cls: type) -> bool:
+    """Whether a class is one of the nodes registered here."""
+    return cls in _classes
 
 
 def is_jax_node(x: Any) -> bool:

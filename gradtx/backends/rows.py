@@ -20,8 +20,8 @@ def groups(trees: Sequence[Any]) -> list[list[int]]:
     found: dict[Any, list[int]] = {}
     for i, tree in enumerate(trees):
         arrays, treedef = jax.tree.flatten(tree)
-        large = any(x.size > LARGE for x in arrays)
-        kind = i if large else (treedef, tuple((x.shape, x.dtype) for x in arrays))
+        alone = not arrays or any(x.size > LARGE for x in arrays)
+        kind = i if alone else (treedef, tuple((x.shape, x.dtype) for x in arrays))
         found.setdefault(kind, []).append(i)
     return list(found.values())
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import optree
 
 from gradtx import backends
-from gradtx.backends.registry import register_node
+from gradtx.backends.registry import is_registered, register_node
 
 
 class Payload:
@@ -50,6 +50,10 @@ class Payload:
     dtype: str
 
     def __init__(self, *fields: Any) -> None:
+        if not is_registered(type(self)):
+            raise TypeError(
+                f"{type(self).__name__} is no pytree node: decorate the class with register_payload"
+            )
         names = (*self.children, *self.static, "shape", "dtype")
         for name, value in zip(names, fields, strict=True):
             setattr(self, name, value)

@@ -96,11 +96,17 @@ def nothing_lost(tx: Transformation, **options: Unpack[Options]) -> None:
     """L2: results so far + mean residual = mean gradients so far (sums for ``op="sum"``).
 
     The residual is what the state has in fields of the name `residual`. Waived where a stage says
-    ``feedback=False``. An unbiased compressor that no feedback is over is not checked: the law
-    holds for it in expectation only. For `momentum_correction`, which keeps and sends velocities,
-    the law speaks of their sums; with ``clip`` it is not checked.
+    ``feedback=False``. For `momentum_correction`, which keeps and sends velocities, the law speaks
+    of their sums; with ``clip`` it is not checked.
+
+    Where all compressors say that they are unbiased, and no feedback is over them, it holds in
+    expectation: over 256 steps of one gradient the mean error is to be within 7 standard errors of
+    zero, along the gradient and along four random directions. And what is fed back has to shrink:
+    the residual of a first step may not be larger than the gradient, or feedback lets it grow.
     """
     case = Case(tx, **options)
+    _check_mean(case)
+    _check_residual(case)
     momentum = max((stage.hyperparameters.get("m", 0.0) for stage in case.stages), default=0.0)
     for size in case.sizes if _accounts_for_all(case) else ():
         given, true = case.entering(case.draw(size))
@@ -120,6 +126,61 @@ def nothing_lost(tx: Transformation, **options: Unpack[Options]) -> None:
                 results[rank] = _added(results[rank], _decoded(one.outputs[number]))
                 where = f"rank {rank} of {size}, after step {number}: results + mean residual"
                 _same_sums(case, "L2", where, _added(results[rank], left), sums, scale)
+
+
+_DRAWS = 256
+
+
+def _check_mean(case: Case) -> None:
+    """Compressors that say that they are unbiased are."""
+    lossy = [stage for stage in case.stages if stage.lossy]
+    claimed = all(s.feedback and not s.biased and s.gives != "votes" for s in lossy)
+    if not lossy or not claimed or case.has(Kind.FEEDBACK):
+        return
+    given, true = case.entering(case.draw(1)[:1])
+    one = case.trace(case.subject, case.wide, given * _DRAWS, 1)[0]
+    outputs = [_decoded(updates) for updates in one.outputs]
+    generator = torch.Generator().manual_seed(0)
+    for i, gradient in enumerate(_reduced(case, true[0].gradients)):
+        if gradient is None or not gradient.any():
+            continue
+        errors = torch.stack([leaves[i].double().ravel() for leaves in outputs]) - gradient.ravel()
+        random = torch.randn(4, gradient.numel(), generator=generator, dtype=torch.float64)
+        directions = torch.cat([gradient.reshape(1, -1), random])
+        along = errors @ (directions / directions.norm(dim=1, keepdim=True)).T / gradient.norm()
+        mean, spread = along.mean(0), along.std(0)
+        worst = (mean.abs() - 7 * spread / math.sqrt(_DRAWS)).max()
+        if worst > 1e-5:
+            raise LawViolation(
+                "L2",
+                f"over {_DRAWS} steps of one gradient the results are off by "
+                f"{mean.abs().max():.3g} of it on average, at leaf {i}: a compressor that is wrong "
+                "on average says biased=True",
+            )
+
+
+def _check_residual(case: Case) -> None:
+    """Compressors under a feedback that say that they are contractions are."""
+    flow = Flow(case.stages)
+    feedbacks = flow.where(Kind.FEEDBACK)
+    covered = [case.stages[i] for f in feedbacks for i in flow.covered(f)]
+    if not covered or not all(stage.contraction for stage in covered):
+        return
+    given, true = case.entering(case.draw(1))
+    for number, (step, meant) in enumerate(zip(given, true, strict=True)):
+        one = case.trace(case.subject, case.wide, [step], 1)[0]
+        left = _norm(_residual(case, one.states[1]))
+        if left > (1 + 1e-5) * _norm(flatten(meant.gradients[0])[0]):
+            raise LawViolation(
+                "L2",
+                f"the residual of gradient {number} has the norm {left:.3g}, more than the "
+                "gradient: with feedback it grows; a compressor whose error may be larger than its "
+                "input says contraction=False",
+            )
+
+
+def _norm(leaves: Leaves) -> float:
+    return math.sqrt(sum(float(x.double().square().sum()) for x in leaves if x is not None))
 
 
 def _accounts_for_all(case: Case) -> bool:

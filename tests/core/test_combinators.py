@@ -542,3 +542,11 @@ def test_loss_scales_that_are_powers_of_two_leave_no_trace(exponents, seed):
 def test_combinators_refuse_what_cannot_stand_inside(build, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         build()
+
+
+def test_a_payload_that_is_not_registered_says_so():
+    class Bare(gx.Payload):
+        children = ("values",)
+
+    with pytest.raises(TypeError, match="Bare is no pytree node: decorate the class with register"):
+        Bare(torch.ones(2), (2,), "float32")

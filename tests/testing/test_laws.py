@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -316,3 +317,41 @@ def test_the_strategies_are_there_when_asked_for():
 def test_ranks_see_the_violation_of_one():
     with pytest.raises(LawViolation):
         run_ranks(2, lambda rank: laws.meaning(unchecked(gx.unscale(), gx.unscale())))
+
+
+def declared(tx, **changes):
+    """The transformation, with a stage that says something else of it."""
+    stage = replace(tx.stage, **changes)
+    return gx.Transformation(stage, tx.setup, tx.step, settle=tx.settle)
+
+
+def test_l2_a_compressor_that_says_it_is_unbiased_and_is_not(on):
+    sign = gx.sign()
+    assert "says biased=True" in on.broken(
+        unchecked(declared(sign, biased=False), gx.allreduce()), "L2"
+    )
+    on.law("L2", gx.chain(gx.ternary(), gx.allreduce()))
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.9, 3.0])
+def test_l2_a_result_that_is_off_by_a_factor_on_average(factor):
+    ternary = gx.ternary()
+
+    def update(updates, state, params=None, **extra):
+        scaled = map_leaves(lambda x: factor * x, updates)
+        return ternary.step(scaled, state, params, **extra)
+
+    tx = gx.Transformation(ternary.stage, ternary.setup, update)
+    with pytest.raises(LawViolation, match=r"^L2: over 256 steps of one gradient"):
+        laws.nothing_lost(gx.chain(tx, gx.allreduce()), params=PARAMS)
+
+
+def test_l2_a_compressor_that_says_it_is_a_contraction_and_is_not():
+    sign = gx.sign()
+
+    def update(updates, state, params=None, **extra):
+        return sign.step(map_leaves(lambda x: 4.0 * x, updates), state, params, **extra)
+
+    tx = gx.Transformation(sign.stage, sign.setup, update)
+    with pytest.raises(LawViolation, match=r"^L2: the residual of gradient 0 .* contraction=False"):
+        laws.nothing_lost(gx.chain(tx, gx.ef(), gx.allreduce()), params=PARAMS)
