@@ -797,3 +797,31 @@ class TestPipeline:
         resumed.load_state_dict(saved)
         expected = self.trained(model, optimizer, pipe, 5)
         assert self.trained(other, its_optimizer, resumed, 5) == expected
+
+
+class TestNormsOf16Bits:
+    """The square of 300 is no FP16 number: norms are taken in FP32."""
+
+    def test_of_an_optax_stage_on_jax(self):
+        tx = gx.chain(gx.allreduce(), optax.clip_by_global_norm(1.0))
+        grads = {"w": jnp.asarray([300.0, 400.0], jnp.float16)}
+        updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        assert updates["w"].dtype == jnp.float16
+        np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=1e-3)
+        assert bool(state.last_finite)
+
+    def test_of_an_optax_stage_on_torch(self):
+        tx = gx.chain(gx.allreduce(), gx.from_optax(optax.clip_by_global_norm(1.0)))
+        grads = {"w": torch.tensor([300.0, 400.0], dtype=torch.float16)}
+        updates, state = tx.update(grads, tx.init(grads))
+        torch.testing.assert_close(updates["w"], torch.tensor([0.6, 0.8], dtype=torch.float16))
+        assert bool(state.last_finite)
+
+    @pytest.mark.parametrize("library", ["torch", "jax"])
+    def test_of_a_local_clip(self, library):
+        grads = {"w": torch.tensor([300.0, 400.0], dtype=torch.float16)}
+        if library == "jax":
+            grads = gx.to_jax(grads)
+        tx = gx.chain(gx.topk(1.0), gx.momentum_correction(0.5, clip=1.0), gx.allreduce())
+        updates, _ = tx.update(grads, tx.init(grads))
+        np.testing.assert_allclose(np.asarray(updates["w"]), [0.6, 0.8], rtol=1e-3)
