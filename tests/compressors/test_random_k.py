@@ -309,3 +309,53 @@ def test_ratio_out_of_range_is_refused(ratio):
 def test_wrong_argument_is_refused(options, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         gx.random_k(0.5, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_values_travel_without_an_index(dtype):
+    tx = gx.chain(gx.random_k(0.01, values=dtype), gx.ef(), gx.allreduce())
+    leaf = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+
+    def rank(i):
+        group, grads = find_group(), [leaf * (1 + i)]
+        _, state = tx.update(grads, tx.init(grads))
+        before = group.sent
+        updates, after = tx.update(grads, state)
+        return group.sent - before, updates[0], state, after
+
+    (sent, first, _, _), (_, second, _, _) = run_ranks(2, rank)
+    assert sent == message_nbytes(1, [2 * 200, 2])
+    assert torch.equal(first, second)
+    # Of places drawn for the first time what comes is the mean of two steps, but for rounding.
+    chosen = first != 0
+    assert 190 <= int(chosen.sum()) <= 200
+    once = (first[chosen] / leaf[chosen]).round()
+    assert set(once.tolist()) <= {2.0, 3.0}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.chain(gx.unscale(), gx.random_k(0.2, values="float16"), gx.ef(), gx.allreduce()),
+        gx.chain(gx.random_k(0.2, values="bfloat16"), gx.ef(), gx.allreduce(op="sum")),
+        gx.chain(gx.random_k(0.2, values="float16"), gx.momentum_correction(0.5), gx.allreduce()),
+    ],
+    ids=repr,
+)
+def test_16_bit_values_keep_the_laws(tx):
+    check_laws(tx, steps=3, ranks=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"values": "int8"}, "random_k(values='int8'): expected 'float32', 'float16', 'bfloat16'"),
+        (
+            {"values": "float16", "unbiased": True},
+            "random_k(unbiased=True, values='float16'): round",
+        ),
+    ],
+)
+def test_wrong_values_are_refused(arguments, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        gx.random_k(0.1, **arguments)
