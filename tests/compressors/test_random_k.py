@@ -9,6 +9,7 @@ import torch
 import gradtx as gx
 from gradtx.exchange.group import find_group
 from gradtx.testing import check_laws, run_ranks
+from gradtx.wire import message_nbytes
 
 NAN = float("nan")
 
@@ -326,7 +327,7 @@ def test_16_bit_values_travel_without_an_index(dtype):
     (sent, first, _, _), (_, second, _, _) = run_ranks(2, rank)
     assert sent == message_nbytes(1, [2 * 200, 2])
     assert torch.equal(first, second)
-    # Of places drawn for the first time what comes is the mean of two steps, but for rounding.
+    # The mean of two steps, but for rounding; of one where the first had sent the place too.
     chosen = first != 0
     assert 190 <= int(chosen.sum()) <= 200
     once = (first[chosen] / leaf[chosen]).round()
