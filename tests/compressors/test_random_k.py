@@ -330,8 +330,8 @@ def test_16_bit_values_travel_without_an_index(dtype):
     # The mean of two steps, but for rounding; of one where the first had sent the place too.
     chosen = first != 0
     assert 190 <= int(chosen.sum()) <= 200
-    once = (first[chosen] / leaf[chosen]).round()
-    assert set(once.tolist()) <= {2.0, 3.0}
+    factor = first[chosen] / leaf[chosen]
+    assert torch.minimum((factor - 1.5).abs(), (factor - 3.0).abs()).max() < 0.02
 
 
 @pytest.mark.parametrize(
