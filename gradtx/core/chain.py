@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -164,42 +164,20 @@ class Chain(Transformation):
                 "put an exchange into the chain, or call update outside of jit"
             )
         unknown = {part.schedule: count for part, count in found}
-        return self._branched(list(unknown.items()), {}, updates, state, params, extra)
+        take = partial(self._taken, updates, state, params, extra)
+        return _branched(take, list(unknown.items()), {})
 
     def _may_vary(self, state: Any) -> bool:
         varying = any(isinstance(a.value, Schedule) for s in self.stages for a in s.arguments)
         return varying and isinstance(state, ChainState) and len(state.states) == len(self.core)
 
-    def _branched(
-        self,
-        unknown: list[tuple[Schedule, Array]],
-        scheduled: Mapping[Schedule, float],
-        updates: PyTree,
-        state: ChainState,
-        params: PyTree,
-        extra: dict[str, Any],
-    ) -> tuple[PyTree, ChainState]:
-        """A step, with one branch for each value of the schedules whose step is not known."""
-        if not unknown:
-            return self._taken(scheduled, updates, state, params, extra)
-        (schedule, count), *rest = unknown
-
-        def branch(value: float) -> tuple[PyTree, ChainState]:
-            values = {**scheduled, schedule: value}
-            return self._branched(rest, values, updates, state, params, extra)
-
-        found: tuple[PyTree, ChainState] = backends.of(count).switch(
-            schedule.index(count), [partial(branch, value) for value in schedule.values]
-        )
-        return found
-
     def _taken(
         self,
-        scheduled: Mapping[Schedule, float],
         updates: PyTree,
         state: ChainState,
         params: PyTree,
         extra: dict[str, Any],
+        scheduled: Mapping[Schedule, float],
     ) -> tuple[PyTree, ChainState]:
         exchange = self.exchange
         layout = getattr(state, "layout", Layout((), None))
@@ -210,7 +188,7 @@ class Chain(Transformation):
         with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
-            if exchange is not None:
+            if exchange is not None and exchange.one_program:
                 paths = (spec.path for spec in layout.leaves)
                 given = zip(paths, leaves, strict=True)
                 exchange.check_local({p: leaf for p, leaf in given if leaf is not None})
@@ -226,6 +204,22 @@ class Chain(Transformation):
                 out, states = run(self.core, tree, self._used(state), params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
         return _in_structure_of(updates, out_leaves, layout), self._kept(layout, states)
+
+
+def _branched(
+    take: Callable[[Mapping[Schedule, float]], tuple[PyTree, ChainState]],
+    unknown: list[tuple[Schedule, Array]],
+    scheduled: Mapping[Schedule, float],
+) -> tuple[PyTree, ChainState]:
+    """A step, with one branch for each value of the schedules whose step is not known."""
+    if not unknown:
+        return take(scheduled)
+    (schedule, count), *rest = unknown
+    branches = [
+        partial(_branched, take, rest, {**scheduled, schedule: value}) for value in schedule.values
+    ]
+    found: tuple[PyTree, ChainState] = backends.of(count).switch(schedule.index(count), branches)
+    return found
 
 
 def _check_state(tx: Chain, state: Any) -> None:

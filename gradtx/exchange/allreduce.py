@@ -208,14 +208,9 @@ class Allreduce(Exchange):
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         summed = further_rounds(group.all_reduce, group.size, outgoing, totals)
-        late = {i for i, payload in outgoing.summed.items() if payload.late}
-        context.progress.settled = {i: p for i, p in summed.items() if i in late}
+        context.progress.settled = outgoing.late(summed)
         results = results_of(outgoing, totals, summed, group.size, self._op)
-        out = [
-            None if leaf is None else results[i].reshape(spec.shape or ())
-            for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
-        ]
-        tree = unflatten(treespec, out)
+        tree = unflatten(treespec, outgoing.shaped(leaves, results))
         context.progress.finite = flags.not_finite == 0
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:

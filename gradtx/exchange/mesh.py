@@ -205,13 +205,8 @@ def exchange(
     if agreed is None:
         raise AssertionError("an exchange has a message or a buffer")
     summed = further_rounds(axis.all_reduce, axis.size, plan, totals)
-    settled = {i: p for i, p in summed.items() if plan.summed[i].late}
     results = results_of(plan, totals, summed, axis.size, op)
-    out = [
-        None if leaf is None else jnp.reshape(results[i], spec.shape or ())
-        for i, (leaf, spec) in enumerate(zip(leaves, context.layout.leaves, strict=True))
-    ]
-    return out, settled, agreed
+    return plan.shaped(leaves, results), plan.late(summed), agreed
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,23 @@ class Outgoing(Plan):
     """
 
     def __init__(self, leaves: Sequence[Any], context: Context, size: int, algorithm: str) -> None:
+        known: dict[int, Any] = {}
+
+        def used_of(payload: Payload) -> Any:
+            if id(payload) not in known:
+                known[id(payload)] = payload.used()
+            return known[id(payload)]
+
         def nbytes(payloads: Sequence[Payload]) -> int:
             return sum(Packing(payloads).sizes)
 
         def overhead(payloads: Sequence[Payload]) -> int:
             total = nbytes(payloads)
-            told = tell_nbytes(sum(payload.used() is not None for payload in payloads))
+            told = tell_nbytes(sum(used_of(payload) is not None for payload in payloads))
             return message_nbytes(len(leaves), [total]) - total + told
 
         super().__init__(leaves, context, size, algorithm, nbytes, overhead)
-        self._used = [payload.used() for payload in self.payloads]
+        self._used = list(map(used_of, self.payloads))
         places = [None if used is None else used.nonzero().flatten() for used in self._used]
         self.rooms = tuple(used.numel() for used in self._used if used is not None)
         self.counts = tuple(where.numel() for where in places if where is not None)

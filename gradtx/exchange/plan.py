@@ -103,6 +103,17 @@ class Plan:
             start += self.length(i)
         return out
 
+    def late(self, summed: Mapping[int, Payload]) -> dict[int, Payload]:
+        """Of the payloads that are summed, at their end, those whose values are known only now."""
+        return {i: payload for i, payload in summed.items() if self.summed[i].late}
+
+    def shaped(self, leaves: Sequence[Any], results: Mapping[int, Array]) -> list[Any]:
+        """The flat results in the shapes of the leaves; None where a leaf is."""
+        return [
+            None if leaf is None else backends.of(results[i]).reshape(results[i], spec.shape or ())
+            for i, (leaf, spec) in enumerate(zip(leaves, self.layout.leaves, strict=True))
+        ]
+
 
 def add_payload(
     totals: dict[int, Array],
