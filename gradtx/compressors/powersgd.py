@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradtx import backends
@@ -11,7 +11,7 @@ from gradtx.compressors.compressor import check_form
 from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Context, Transformation
+from gradtx.core.transformation import Context, Settlement, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten, flatten_with_paths, unflatten, widen
 
 
@@ -236,13 +236,17 @@ def powersgd(
         context: Context | None = extra.get("context")
         if context is None or context.alone:
             payloads = dict(zip(places, _alone(list(payloads.values())), strict=True))
-            state = settle(state, payloads)
+            state = settle(state, state, Settlement(payloads))
         out = [payloads.get(i, leaf) for i, leaf in enumerate(leaves)]
         return unflatten(treespec, out), state
 
-    def settle(state: PowersgdState, payloads: Mapping[int, Payload]) -> PowersgdState:
+    def settle(
+        before: PowersgdState, state: PowersgdState, settlement: Settlement
+    ) -> PowersgdState:
         paths, guesses, treespec = flatten_with_paths(state.guess)
-        found = {i: p for i, p in payloads.items() if isinstance(p, LowRank) and warm_start}
+        found = {
+            i: p for i, p in settlement.payloads.items() if isinstance(p, LowRank) and warm_start
+        }
         next_guesses = []
         for i, payload in found.items():
             m, _ = payload.right.shape

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import Payload, decode_leaves
+from gradtx.core.payload import decode_leaves
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Context, Transformation, finite_flag, flat
+from gradtx.core.transformation import (
+    Context,
+    Settlement,
+    Transformation,
+    finite_flag,
+    flat,
+)
 from gradtx.core.tree import (
     Array,
     Info,
@@ -110,7 +116,7 @@ def run(
     for part, state in zip(parts, states, strict=True):
         updates, state = part.step(updates, state, params, **extra)
         if part.stage.kind is Kind.EXCHANGE:
-            new = settled(parts[: len(new)], new, extra["context"].progress.settled)
+            new = settled(parts[: len(new)], states, new, Settlement.of(extra["context"]))
         if isinstance(part, Gate):
             before = zip(parts[: len(new)], new, strict=True)
             new = [left.conclude(own, state.last_finite) for left, own in before]
@@ -119,12 +125,16 @@ def run(
 
 
 def settled(
-    parts: Sequence[Transformation], states: Sequence[Any], payloads: Mapping[int, Payload]
+    parts: Sequence[Transformation],
+    before: Sequence[Any],
+    states: Sequence[Any],
+    settlement: Settlement,
 ) -> list[Any]:
     """The states after the exchange has told what was sent."""
-    if not payloads:
+    if not settlement:
         return list(states)
-    return [part.settle(state, payloads) for part, state in zip(parts, states, strict=True)]
+    found = zip(parts, before, states, strict=False)
+    return [part.settle(old, new, settlement) for part, old, new in found]
 
 
 def call(name: str, parts: Sequence[Transformation], *arguments: str) -> Callable[[bool], str]:
@@ -210,9 +220,10 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         leaves, treespec = flatten(updates)
         residuals = leaves_like(state.residual, updates)
         absent = absent_here(leaves, extra.get("context"))
+        carried = [weighed(x, extra.get("context")) for x in residuals]
         corrected = [
             leaf if skip else widen(leaf) + residual
-            for leaf, residual, skip in zip(leaves, residuals, absent, strict=True)
+            for leaf, residual, skip in zip(leaves, carried, absent, strict=True)
         ]
         payloads, inner_states = run(
             parts,
@@ -231,12 +242,12 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         residual = arranged_like(unflatten(treespec, new), state.residual)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
-    def settle(state: ErrorFeedbackState, payloads: Mapping[int, Payload]) -> ErrorFeedbackState:
-        residuals, treespec = flatten(state.residual)
-        for i, payload in payloads.items():
-            residuals[i] = settled_residual(residuals[i], payload)
-        inner_states = tuple(settled(parts, state.inner_states, payloads))
-        return ErrorFeedbackState(unflatten(treespec, residuals), inner_states)
+    def settle(
+        before: ErrorFeedbackState, state: ErrorFeedbackState, settlement: Settlement
+    ) -> ErrorFeedbackState:
+        residual = settled_residual(before.residual, state.residual, settlement)
+        inner_states = settled(parts, before.inner_states, state.inner_states, settlement)
+        return ErrorFeedbackState(residual, tuple(inner_states))
 
     return Transformation(
         stage,
@@ -252,11 +263,50 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
 ef = error_feedback
 
 
-def settled_residual(residual: Array, payload: Payload) -> Array:
-    """The residual less what the exchange has sent of it."""
-    ops = backends.of(residual)
-    sent = ops.cast(payload.decode(), ops.dtype_name(residual))
-    return residual - ops.reshape(sent, tuple(residual.shape))
+def weighed(kept: Array | None, context: Context | None) -> Array | None:
+    """What is kept of a leaf, with the weight of this rank's gradients."""
+    if kept is None or context is None or context.weight is None:
+        return kept
+    return kept * context.weight
+
+
+def settled_residual(before: PyTree, residual: PyTree, settlement: Settlement) -> PyTree:
+    r"""The residuals, once the exchange has told what was sent.
+
+    With weight :math:`w` and factor :math:`F`, what was sent is :math:`\hat g = C(w e + g)`, and
+    what it added to the result is :math:`F \hat g`: of what the rank had, :math:`e + F g`, that
+    leaves :math:`F (w e + g - \hat g) + (1 - F w) e`.
+
+    Args:
+        before: the residuals before the step, :math:`e`.
+        residual: what compression has left out, :math:`w e + g - \hat g`.
+        settlement: what the exchange tells.
+    """
+    leaves, treespec = flatten(residual)
+    for i, payload in settlement.payloads.items():
+        leaves[i] = leaves[i] - _shaped(payload.decode(), leaves[i])
+    leaves = reweighed(flatten(before)[0], leaves, settlement)
+    for i, values in settlement.returned.items():
+        leaves[i] = leaves[i] + _shaped(values, leaves[i])
+    return unflatten(treespec, leaves)
+
+
+def reweighed(before: Sequence[Any], after: Sequence[Any], settlement: Settlement) -> list[Any]:
+    """``F x + (1 - F w) x_0`` for each leaf that this rank had a gradient for."""
+    if settlement.factor is None:
+        return list(after)
+    absent = settlement.absent or (False,) * len(after)
+
+    factor, rest = settlement.factor, 1 - settlement.factor * settlement.weight
+    return [
+        new if skip or new is None else factor * new + rest * old
+        for old, new, skip in zip(before, after, absent, strict=True)
+    ]
+
+
+def _shaped(values: Array, like: Array) -> Array:
+    ops = backends.of(like)
+    return ops.reshape(ops.cast(values, ops.dtype_name(like)), tuple(like.shape))
 
 
 def zero_residual(leaf: Array) -> Array:
@@ -386,9 +436,9 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         ]
         return unflatten(treespec, merged), MaskedState(state.mask, inner_state)
 
-    def settle(state: MaskedState, payloads: Mapping[int, Payload]) -> MaskedState:
-        own = {i: payload for i, payload in payloads.items() if state.mask.selected[i]}
-        return MaskedState(state.mask, part.settle(state.inner_state, own))
+    def settle(before: MaskedState, state: MaskedState, settlement: Settlement) -> MaskedState:
+        own = settlement.only(state.mask.selected)
+        return MaskedState(state.mask, part.settle(before.inner_state, state.inner_state, own))
 
     argument = Argument("predicate", predicate)
     stage = replace(part.stage, name="masked", arguments=(argument,))

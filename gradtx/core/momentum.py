@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,15 +15,17 @@ from gradtx.core.combinators import (
     compressors_in,
     kept_residual,
     left_out,
+    reweighed,
     run,
     settled,
     settled_residual,
     stages_in,
+    weighed,
     zero_residual,
 )
-from gradtx.core.payload import Payload, decode_leaves
+from gradtx.core.payload import decode_leaves
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Context, Transformation
+from gradtx.core.transformation import Context, Settlement, Transformation
 from gradtx.core.tree import (
     Array,
     Info,
@@ -144,12 +146,14 @@ def momentum_correction(
         residuals = leaves_like(state.residual, updates)
         size = 1 if context is None else context.size
         limit = None if clip is None else clip / math.sqrt(size)
+        if limit is not None and context is not None and context.weight is not None:
+            limit = limit * context.weight
         gradients = _clipped([leaf if leaf is None else widen(leaf) for leaf in leaves], limit)
         present = [i for i, skip in enumerate(absent) if not skip]
         to_send = list(leaves)
         for i in present:
-            velocities[i] = m * velocities[i] + gradients[i]
-            to_send[i] = residuals[i] + velocities[i]
+            velocities[i] = m * weighed(velocities[i], context) + gradients[i]
+            to_send[i] = weighed(residuals[i], context) + velocities[i]
         payloads, inner_states = run(
             parts, unflatten(treespec, to_send), state.inner_states, params, extra
         )
@@ -165,18 +169,28 @@ def momentum_correction(
         return payloads, MomentumCorrectionState(velocity, residual, inner_states)
 
     def settle(
-        state: MomentumCorrectionState, payloads: Mapping[int, Payload]
+        before: MomentumCorrectionState, state: MomentumCorrectionState, settlement: Settlement
     ) -> MomentumCorrectionState:
-        velocities, treespec = flatten(state.velocity)
-        residuals = flatten(state.residual)[0]
-        for i, payload in payloads.items():
-            residuals[i] = settled_residual(residuals[i], payload)
-            if masking:
+        old, treespec = flatten(before.velocity)
+        decayed = [None if x is None else m * x for x in old]
+        new = flatten(state.velocity)[0]
+        velocities = reweighed(decayed, new, settlement)
+        if masking:
+            velocities = [
+                x if x is None or x is y else _unsent(x, y == 0)
+                for x, y in zip(velocities, new, strict=True)
+            ]
+            for i, payload in settlement.payloads.items():
                 velocities[i] = _unsent(velocities[i], payload.decode())
+        # The residual has had the whole velocity added, what was left of the old one included.
+        kept = [
+            None if x is None else x + y
+            for x, y in zip(flatten(before.residual)[0], decayed, strict=True)
+        ]
         return MomentumCorrectionState(
             unflatten(treespec, velocities),
-            unflatten(treespec, residuals),
-            tuple(settled(parts, state.inner_states, payloads)),
+            settled_residual(unflatten(treespec, kept), state.residual, settlement),
+            tuple(settled(parts, before.inner_states, state.inner_states, settlement)),
         )
 
     def code(local: bool) -> str:

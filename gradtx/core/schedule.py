@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.arguments import check_whole
-from gradtx.core.payload import Payload
 from gradtx.core.stage import Stage
-from gradtx.core.transformation import Context, Transformation
+from gradtx.core.transformation import Context, Settlement, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten
 
 
@@ -218,8 +217,11 @@ def scheduled(
         out, inner_state = parts[value].step(updates, state.inner_state, params, **extra)
         return out, ScheduleState(state.count + 1, inner_state)
 
-    def settle(state: ScheduleState, payloads: Mapping[int, Payload]) -> ScheduleState:
-        return ScheduleState(state.count, first.settle(state.inner_state, payloads))
+    def settle(
+        before: ScheduleState, state: ScheduleState, settlement: Settlement
+    ) -> ScheduleState:
+        inner_state = first.settle(before.inner_state, state.inner_state, settlement)
+        return ScheduleState(state.count, inner_state)
 
     transformation = Scheduled(stage, init, update, settle=settle)
     transformation.schedule, transformation.sized = schedule, sized

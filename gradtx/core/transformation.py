@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from gradtx.core.tree import (
 
 InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
-SettleFn = Callable[[Any, Mapping[int, Payload]], Any]
+SettleFn = Callable[[Any, Any, "Settlement"], Any]
 ConcludeFn = Callable[[Any, Array], Any]
 
 
@@ -52,6 +52,9 @@ class Progress:
         finite: the gradients of all ranks were finite as they arrived, as far as known.
         absent: for each leaf, whether no rank has a gradient for it, as far as known.
         settled: by position, the payloads whose values are known only after the exchange.
+        returned: by position, flat, what this rank is to send again: what it left out of the sums
+            that it sent on for all ranks.
+        factor: what the exchange has multiplied its results by; None for one.
     """
 
     def __init__(self) -> None:
@@ -59,6 +62,8 @@ class Progress:
         self.finite: Any = True
         self.absent: tuple[bool, ...] = ()
         self.settled: dict[int, Payload] = {}
+        self.returned: dict[int, Array] = {}
+        self.factor: Any = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class Context:
         size: how many ranks the exchange has.
         alone: there is no exchange to come.
         scheduled: the values of hyperparameters whose step is not known yet.
+        weight: what this rank's gradients have been multiplied by, so that ranks of unequal weight
+            may be summed: 0-d; None for one, on all ranks.
         progress: how far the step has come.
     """
 
@@ -84,7 +91,46 @@ class Context:
     size: int = 1
     alone: bool = False
     scheduled: Mapping[Any, float] = field(default_factory=dict, compare=False)
+    weight: Any = field(default=None, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What the exchange tells of what was sent, once it has been.
+
+    Attributes:
+        payloads: by position of the leaf, those whose values are known only now.
+        returned: by position, flat, what this rank is to send again.
+        weight: what this rank's gradients were multiplied by: 0-d; None for one.
+        factor: what the results were multiplied by: 0-d; None for one.
+        absent: for each leaf, whether this rank had no gradient for it; empty if all were there.
+    """
+
+    payloads: Mapping[int, Payload] = field(default_factory=dict)
+    returned: Mapping[int, Array] = field(default_factory=dict)
+    weight: Any = None
+    factor: Any = None
+    absent: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, context: Context) -> Settlement:
+        """What the exchange has told in a step."""
+        told = context.progress
+        weight = None if told.factor is None else context.weight
+        return cls(told.settled, told.returned, weight, told.factor, context.absent)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to settle."""
+        return bool(self.payloads or self.returned) or self.factor is not None
+
+    def only(self, selected: Sequence[bool]) -> Settlement:
+        """The part of it that speaks of some leaves."""
+        return replace(
+            self,
+            payloads={i: payload for i, payload in self.payloads.items() if selected[i]},
+            returned={i: values for i, values in self.returned.items() if selected[i]},
+        )
 
 
 class Transformation:
@@ -99,8 +145,8 @@ class Transformation:
             16-bit leaves as FP32: the cast back to the leaf's dtype is made once, at the end.
         stages: the stages as the order checker sees them, if there are several.
         parts: of a combinator, the transformations inside.
-        settle: ``settle(state, payloads) -> state``, called after the exchange if there are
-            payloads whose values are known only then, with those, by position of the leaf.
+        settle: ``settle(before, state, settlement) -> state``, called after the exchange if it
+            tells more than the step knew; `before` is the state before the step.
         conclude: ``conclude(state, taken) -> state``, called once the gate to the right has
             decided, with the 0-d bool of all ranks that says whether the step is taken.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
@@ -121,7 +167,7 @@ class Transformation:
         self.stage = stage
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
-        self.settle: SettleFn = settle or (lambda state, payloads: state)
+        self.settle: SettleFn = settle or (lambda before, state, settlement: state)
         self.conclude: ConcludeFn = conclude or (lambda state, taken: state)
         self._needs_chain = stage.kind is Kind.EXCHANGE or conclude is not None
         self.setup: InitFn = init or (lambda params, info: EmptyState())
