@@ -41,6 +41,7 @@ from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
+from gradtx.transforms.accumulate import accumulate
 from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
@@ -67,6 +68,7 @@ __all__ = [
     "SyncReport",
     "Transformation",
     "Violation",
+    "accumulate",
     "allreduce",
     "apply_if_finite",
     "cast",

@@ -150,7 +150,7 @@ class Pipeline:
                 "torch.distributed.init_process_group, so that parameters start equal"
             )
         sent = self._group.sent
-        context = Context(self._state.layout, self.tx.shared_code)
+        context = self.tx.context(self._state)
         with telling_others(self.tx, self._state, context):
             self._check_frozen()
             extra = self._loss_scale(optimizers, loss_scale)

@@ -16,6 +16,9 @@ registry.register_with_jax(jax)
 Array = jax.Array
 T = TypeVar("T")
 
+TRACES = True
+"""Values may be traced, and are never read but through `concrete`."""
+
 
 def dtype_name(x: Array) -> str:
     """The dtype's name, such as ``"float32"``."""
@@ -65,6 +68,16 @@ def counter(value: int = 0) -> Array:
 
 def flag(value: bool) -> Array:
     """A 0-d bool."""
+    return jnp.asarray(value, jnp.bool_)
+
+
+def flags(values: Sequence[bool]) -> Array:
+    """A bool a value."""
+    return jnp.asarray(list(values), jnp.bool_)
+
+
+def as_flag(value: bool | Array) -> Array:
+    """A 0-d bool of what may be a Python bool."""
     return jnp.asarray(value, jnp.bool_)
 
 

@@ -13,11 +13,15 @@ from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
 
 T = TypeVar("T")
+
+TRACES = False
+"""Values are there to be read."""
+
 _DTYPES = {
     name: getattr(torch, name)
     for name in (
         *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
-        *("uint8", "int16", "int32"),
+        *("uint8", "int16", "int32", "bool"),
     )
 }
 
@@ -92,6 +96,16 @@ def counter(value: int = 0) -> torch.Tensor:
 def flag(value: bool) -> torch.Tensor:
     """A 0-d bool."""
     return torch.tensor(value)
+
+
+def flags(values: Sequence[bool]) -> torch.Tensor:
+    """A bool a value."""
+    return torch.tensor(list(values), dtype=torch.bool)
+
+
+def as_flag(value: bool | torch.Tensor) -> torch.Tensor:
+    """A 0-d bool of what may be a Python bool."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def all_finite(leaves: Sequence[torch.Tensor]) -> torch.Tensor:

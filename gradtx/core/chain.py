@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
+    Enclosing,
     ErrorFeedbackState,
     Feedback,
     Filter,
@@ -64,7 +65,7 @@ class ChainState(NamedTuple):
     @property
     def gate(self) -> ApplyIfFiniteState | None:
         """The state of the gate, or None for a chain that is not gated."""
-        return next((s for s in self.states if isinstance(s, ApplyIfFiniteState)), None)
+        return next((s for s in _within(self.states) if isinstance(s, ApplyIfFiniteState)), None)
 
     @property
     def residual(self) -> PyTree:
@@ -74,7 +75,23 @@ class ChainState(NamedTuple):
     @property
     def loss_scale(self) -> Array | None:
         """What `dynamic_loss_scale` wants the next loss multiplied by; None without that stage."""
-        return next((s.loss_scale for s in self.states if isinstance(s, KeepsLossScale)), None)
+        found = (s.loss_scale for s in _within(self.states) if isinstance(s, KeepsLossScale))
+        return next(found, None)
+
+    @property
+    def ready(self) -> Array:
+        """0-d bool: the last update has given something to step with.
+
+        It has not after a bad step, and before the end of a window of `accumulate`.
+        """
+        holds = next((s.ready for s in _within(self.states) if hasattr(s, "ready")), None)
+        return self.last_finite if holds is None else holds
+
+    @property
+    def pending(self) -> Array:
+        """0-d bool: there is something for `Chain.flush` to bring out."""
+        held = [s.pending for s in _within(self.states) if hasattr(s, "pending")]
+        return held[0] if held else backends.find(arrays_in(self.states)).flag(False)
 
     @property
     def last_finite(self) -> Array:
@@ -89,6 +106,13 @@ class ChainState(NamedTuple):
         if self.gate is not None:
             return self.gate.total_notfinite
         return backends.find(arrays_in(self.states)).counter()
+
+
+def _within(states: Sequence[Any]) -> Iterator[Any]:
+    """The states of a core form's parts, and of the parts within those, outermost first."""
+    for state in states:
+        yield state
+        yield from _within(getattr(state, "inner_states", ()))
 
 
 def _residual(state: Any) -> PyTree:
@@ -127,6 +151,9 @@ class Chain(Transformation):
             code=code,
         )
         self.shared_code = self.code(local=False)
+        kinds = {stage.kind for stage in self.stages}
+        self._holds_back = bool(kinds & {Kind.ACCUMULATE, Kind.DELAY})
+        self._windowed = Kind.ACCUMULATE in kinds
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
@@ -167,6 +194,43 @@ class Chain(Transformation):
         take = partial(self._taken, updates, state, params, extra)
         return _branched(take, list(unknown.items()), {})
 
+    def flush(self, state: ChainState, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        """Ends a window of `accumulate` early: a step with what has been accumulated so far.
+
+        Over torch.distributed all ranks call it, whether they have accumulated anything or not, and
+        until ``state.pending`` is false, which it becomes on all of them at once::
+
+            while True:
+                updates, state = tx.flush(state, params)
+                if state.ready:
+                    params = apply(params, updates)
+                if not state.pending:
+                    break
+
+        Args:
+            state: the state that `init` or the last step gave; it is not changed.
+            params: the parameters, for transformations that need them.
+            extra: as for `update`.
+
+        Returns:
+            The updates, zeros if there is nothing to step with, and the new state.
+        """
+        nothing = [None] * len(state.layout.leaves)
+        none = unflatten(state.layout.treespec, nothing)
+        if not self._holds_back:
+            return _in_structure_of(none, _filled(nothing, state), state.layout), state
+        with backends.within(state):
+            return self._step(none, state, params, flush=True, **extra)
+
+    def context(self, state: Any) -> Context:
+        """What is known of a step before it begins."""
+        return Context(
+            getattr(state, "layout", Layout((), None)),
+            self.shared_code,
+            alone=self.exchange is None,
+            windowed=self._windowed,
+        )
+
     def _may_vary(self, state: Any) -> bool:
         varying = any(isinstance(a.value, Schedule) for s in self.stages for a in s.arguments)
         return varying and isinstance(state, ChainState) and len(state.states) == len(self.core)
@@ -180,8 +244,8 @@ class Chain(Transformation):
         scheduled: Mapping[Schedule, float],
     ) -> tuple[PyTree, ChainState]:
         exchange = self.exchange
-        layout = getattr(state, "layout", Layout((), None))
-        context = Context(layout, self.shared_code, alone=exchange is None, scheduled=scheduled)
+        context = replace(self.context(state), scheduled=scheduled)
+        layout = context.layout
         if exchange is not None:
             rank, size = exchange.ranks(arrays_in(updates) or arrays_in(state))
             context = replace(context, rank=rank, size=size)
@@ -427,6 +491,14 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
             if part.stage.kind is Kind.EXCHANGE:
                 predicates = []
     keep(*compressors)
+    return _enclosed(parts)
+
+
+def _enclosed(parts: list[Transformation]) -> tuple[Transformation, ...]:
+    """The parts, with those that take hold of everything to their right around it."""
+    for i, part in enumerate(parts):
+        if isinstance(part, Enclosing):
+            return _gated([*parts[:i], part.around(parts[i + 1 :])])
     return _gated(parts)
 
 
@@ -449,9 +521,11 @@ def _gated(parts: list[Transformation]) -> tuple[Transformation, ...]:
 _TRIED = 6
 _PLACES = (
     Kind.UNSCALE,
+    Kind.ACCUMULATE,
     Kind.FILTER,
     Kind.COMPRESSOR,
     Kind.FEEDBACK,
+    Kind.DELAY,
     Kind.EXCHANGE,
     Kind.TRANSFORM,
 )

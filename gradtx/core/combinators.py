@@ -79,7 +79,15 @@ def stages_in(parts: Sequence[Transformation]) -> int:
 
 
 class Gate(Transformation):
-    """What `apply_if_finite` makes."""
+    """What `apply_if_finite` makes: it decides whether a step is taken."""
+
+    def verdict(self, state: Any) -> tuple[Any, Array]:
+        """Whether a decision was made in the last step, and the decision, for what is to its left.
+
+        Args:
+            state: after the step.
+        """
+        return True, state.last_finite
 
 
 class Feedback(Bare):
@@ -92,6 +100,27 @@ class Feedback(Bare):
     def __init__(self, stage: Stage, over: Callable[..., Transformation], instead: str) -> None:
         super().__init__(stage, instead)
         self.over = over
+
+
+Around = Callable[[Sequence[Transformation]], Transformation]
+
+
+class Enclosing(Transformation):
+    """A transformation that takes hold of everything to its right in a chain.
+
+    Attributes:
+        around: makes the combinator of it, given those parts.
+    """
+
+    around: Around
+
+
+class BareEnclosing(Bare, Enclosing):
+    """The stage of that kind that is called with nothing."""
+
+    def __init__(self, stage: Stage, around: Around, instead: str) -> None:
+        super().__init__(stage, instead)
+        self.around = around
 
 
 class Filter(Bare):
@@ -118,10 +147,23 @@ def run(
         if part.stage.kind is Kind.EXCHANGE:
             new = settled(parts[: len(new)], states, new, Settlement.of(extra["context"]))
         if isinstance(part, Gate):
+            decided, taken = part.verdict(state)
             before = zip(parts[: len(new)], new, strict=True)
-            new = [left.conclude(own, state.last_finite) for left, own in before]
+            new = [_concluded(left, own, decided, taken) for left, own in before]
         new.append(state)
     return updates, tuple(new)
+
+
+def _concluded(part: Transformation, state: Any, decided: Any, taken: Array) -> Any:
+    """The state of a part, once the gate to its right has decided, if it has."""
+    after = part.conclude(state, taken)
+    if after is state or decided is True:
+        return after
+    ops = backends.of(decided)
+    known = ops.known(decided)
+    if known is not None:
+        return after if known else state
+    return map_arrays(lambda a, b: ops.where(decided, a, b), after, state)
 
 
 def settled(
@@ -263,7 +305,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
 ef = error_feedback
 
 
-def weighed(kept: Array | None, context: Context | None) -> Array | None:
+def weighed(kept: Any, context: Context | None) -> Any:
     """What is kept of a leaf, with the weight of this rank's gradients."""
     if kept is None or context is None or context.weight is None:
         return kept
@@ -547,7 +589,11 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
             agreed = finite & judge(out, extra.get("context"))
         old = state.inner_states
         kept = [new[i] if i in exchanges else old[i] for i in range(len(parts))]
-        out, states = _commit(agreed, (out, new), (out, tuple(kept)))
+        to_take = agreed
+        if context is not None and context.progress.nothing is not False:
+            nothing = context.progress.nothing
+            to_take = ops.flag(False) if nothing is True else agreed & ~nothing
+        out, states = _commit(to_take, (out, new), (out, tuple(kept)))
         skipped = state.total_notfinite + ops.cast(~agreed, "int32")
         return out, ApplyIfFiniteState(agreed, skipped, states)
 

@@ -139,10 +139,26 @@ def _compressor_behind_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
 
 
 def _payload_at_dense_stage(flow: Flow) -> Iterator[tuple[int, ...]]:
-    for i in flow.where(Kind.UNSCALE, Kind.TRANSFORM):
+    for i in flow.where(Kind.UNSCALE, Kind.TRANSFORM, Kind.ACCUMULATE):
         form = flow.streams[i].form
         if form not in flow.stages[i].takes:
             yield (i, max(j for j in flow.where(Kind.COMPRESSOR) if j < i))
+
+
+def _accumulate_too_late(flow: Flow) -> Iterator[tuple[int, ...]]:
+    for i in flow.where(Kind.ACCUMULATE):
+        for j, stage in enumerate(flow.stages[:i]):
+            if stage.kind is Kind.UNSCALE:
+                continue
+            if stage.kind is Kind.EXCHANGE or stage.stateful or not stage.linear:
+                yield (i, j)
+                break
+
+
+def _delayed_nothing(flow: Flow) -> Iterator[tuple[int, ...]]:
+    for i in flow.where(Kind.DELAY):
+        if i + 1 not in flow.where(Kind.EXCHANGE):
+            yield (i,)
 
 
 def _second_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
@@ -250,6 +266,22 @@ RULES: tuple[Rule, ...] = (
         "own, and the replicas part",
         "put {0} behind {1}; if it does act on local gradients, say so: "
         "declare(..., needs_reduced=False)",
+    ),
+    Rule(
+        "GX501",
+        "accumulate first",
+        _accumulate_too_late,
+        "{0} stands to the right of {1}, which then acts on every micro-step and not once a "
+        "window: the result is not that of one large batch, or everything is sent every time",
+        "put {0} before {1}",
+    ),
+    Rule(
+        "GX502",
+        "a delay directly before the exchange",
+        _delayed_nothing,
+        "{0} has no exchange directly to its right: it acts on that, and there is nothing for it "
+        "to delay",
+        "put it directly before allreduce()",
     ),
     Rule(
         "GX201",

@@ -19,6 +19,8 @@ class Kind(Enum):
     FEEDBACK = "feedback"
     EXCHANGE = "exchange"
     TRANSFORM = "transform"
+    ACCUMULATE = "accumulate"
+    DELAY = "delay"
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ class Progress:
         returned: by position, flat, what this rank is to send again: what it left out of the sums
             that it sent on for all ranks.
         factor: what the exchange has multiplied its results by; None for one.
+        nothing: no rank had anything to bring, so that there is nothing to step with.
+        left_out: a rank has left something bad out of what it brought.
+        through: all ranks have said that they bring no more.
     """
 
     def __init__(self) -> None:
@@ -64,6 +67,26 @@ class Progress:
         self.settled: dict[int, Payload] = {}
         self.returned: dict[int, Array] = {}
         self.factor: Any = None
+        self.nothing: Any = False
+        self.left_out: Any = False
+        self.through = True
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank brings to an exchange that ends a window of several steps.
+
+    Attributes:
+        weight: what its part of the mean weighs: a number, or 0-d.
+        mean: whether the result is the mean by weight, rather than by rank.
+        left_out: whether it has left something bad out: a bool, or 0-d.
+        flushing: whether it brings no more until all ranks are through.
+    """
+
+    weight: Any
+    mean: bool
+    left_out: Any
+    flushing: bool
 
 
 @dataclass(frozen=True)
@@ -79,8 +102,8 @@ class Context:
         size: how many ranks the exchange has.
         alone: there is no exchange to come.
         scheduled: the values of hyperparameters whose step is not known yet.
-        weight: what this rank's gradients have been multiplied by, so that ranks of unequal weight
-            may be summed: 0-d; None for one, on all ranks.
+        windowed: whether ranks may bring unequal shares to the exchange.
+        share: what this rank brings, where that is so and the exchange is to come.
         progress: how far the step has come.
     """
 
@@ -91,8 +114,14 @@ class Context:
     size: int = 1
     alone: bool = False
     scheduled: Mapping[Any, float] = field(default_factory=dict, compare=False)
-    weight: Any = field(default=None, compare=False)
+    windowed: bool = False
+    share: Share | None = field(default=None, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
+
+    @property
+    def weight(self) -> Any:
+        """What this rank's gradients are multiplied by, where they are summed; None for one."""
+        return self.share.weight if self.share is not None and self.share.mean else None
 
 
 @dataclass(frozen=True)
@@ -152,6 +181,8 @@ class Transformation:
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
     """
 
+    _needs_chain = False
+
     def __init__(
         self,
         stage: Stage,
@@ -169,7 +200,7 @@ class Transformation:
         self.parts = parts
         self.settle: SettleFn = settle or (lambda before, state, settlement: state)
         self.conclude: ConcludeFn = conclude or (lambda state, taken: state)
-        self._needs_chain = stage.kind is Kind.EXCHANGE or conclude is not None
+        self._needs_chain |= stage.kind is Kind.EXCHANGE or conclude is not None
         self.setup: InitFn = init or (lambda params, info: EmptyState())
         self.step: UpdateFn = update
         self._code = code or (lambda local: stage.code(local=local))

@@ -16,6 +16,7 @@ from gradtx.core.combinators import judge
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
 from gradtx.core.tree import Array, Info, PyTree, arrays_in, flatten, unflatten
+from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange
@@ -200,6 +201,10 @@ class Allreduce(Exchange):
         outgoing = Outgoing(leaves, context, group.size, self._algorithm)
         header = _header(_key(context), int(state.count), len(leaves))
         header = replace(header, finite=finite is None or bool(finite), absent=outgoing.absent)
+        if (share := context.share) is not None:
+            left_out = bool(share.left_out)
+            header = replace(header, weight=float(share.weight), left_out=left_out)
+            header = replace(header, flushing=share.flushing)
         message, buffers = outgoing.message(header), outgoing.buffers(header, group.size)
 
         context.progress.sent = True
@@ -209,9 +214,14 @@ class Allreduce(Exchange):
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         summed = further_rounds(group.all_reduce, group.size, outgoing, totals)
         context.progress.settled = outgoing.late(summed)
-        results = results_of(outgoing, totals, summed, group.size, self._op)
+        finite_everywhere = flags.not_finite == 0
+        if share is not None:
+            _tell(context, flags, group.size)
+            finite_everywhere &= not (flags.left_out and flags.weight == 0)
+        factor = context.progress.factor
+        results = results_of(outgoing, totals, summed, group.size, self._op, factor)
         tree = unflatten(treespec, outgoing.shaped(leaves, results))
-        context.progress.finite = flags.not_finite == 0
+        context.progress.finite = finite_everywhere
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:
             # Read at once, as the flags were: so the counters stay where they are.
@@ -290,6 +300,18 @@ class Allreduce(Exchange):
 def _init(params: PyTree, info: Info | None) -> AllreduceState:
     ops = backends.find(flatten(params)[0])
     return AllreduceState(ops.counter(), ops.flag(True))
+
+
+def _tell(context: Context, flags: Flags, size: int) -> None:
+    """Says of the step what the ranks have brought together."""
+    told = context.progress
+    told.left_out, told.through = flags.left_out > 0, flags.flushing == size
+    told.nothing = flags.weight == 0 and not told.left_out
+    if context.weight is None or flags.weight == 0:
+        return
+    factor = size / flags.weight
+    if factor != 1 or context.weight != 1:
+        told.factor = factor
 
 
 Key = tuple[str, int]

@@ -25,12 +25,18 @@ class Flags:
         errors: ranks that failed.
         absent: for each leaf, in path order, ranks that have no gradient for it.
         steps: the ranks' steps, modulo `STEPS` each, added up, and their squares.
+        weight: what the parts of all ranks weigh together.
+        left_out: ranks that have left something bad out of their part.
+        flushing: ranks that bring no more until all are through.
     """
 
     not_finite: int
     errors: int
     absent: tuple[int, ...]
     steps: tuple[int, int]
+    weight: float
+    left_out: int
+    flushing: int
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> Flags:
@@ -43,6 +49,9 @@ class Flags:
                 sum(header.step % STEPS for header in headers),
                 sum((header.step % STEPS) ** 2 for header in headers),
             ),
+            sum(header.weight for header in headers),
+            sum(header.left_out for header in headers),
+            sum(header.flushing for header in headers),
         )
 
     def in_step(self, size: int) -> bool:
@@ -59,16 +68,20 @@ class Slots:
     """The flags as numbers that can be summed without rounding.
 
     Four slots add up bad steps, errors, and the ranks' steps and their squares; each further one
-    holds the counts of several leaves, as digits to the base of the number of ranks plus one.
+    holds the counts of several leaves, as digits to the base of the number of ranks plus one. Where
+    ranks bring unequal parts, two such digits are for what they say of them, and a last slot, which
+    may be rounded, adds up their weights.
 
     Args:
         leaves: how many leaves there are.
         size: how many ranks.
         dtype: of the buffer: ``"float32"`` or ``"float64"``.
+        windowed: whether ranks bring unequal parts.
     """
 
-    def __init__(self, leaves: int, size: int, dtype: str) -> None:
-        self._leaves, self._base = leaves, size + 1
+    def __init__(self, leaves: int, size: int, dtype: str, *, windowed: bool = False) -> None:
+        self._leaves, self._size, self._base = leaves, size, size + 1
+        self._windowed = windowed
         self._digits = 1
         while self._base ** (self._digits + 1) <= _EXACT[dtype]:
             self._digits += 1
@@ -76,23 +89,35 @@ class Slots:
     @property
     def length(self) -> int:
         """How many slots."""
-        return 4 + -(-self._leaves // self._digits)
+        counts = self._leaves + 2 * self._windowed
+        return 4 + -(-counts // self._digits) + self._windowed
 
     def encode(self, header: Header) -> list[float]:
         """This rank's flags."""
-        slots = [0] * self.length
+        slots = [0.0] * self.length
         step = header.step % STEPS
-        slots[:4] = int(not header.finite), int(header.error), step, step**2
-        for i, absent in enumerate(header.absent):
-            if absent:
+        slots[:4] = float(not header.finite), float(header.error), float(step), float(step**2)
+        said = header.absent
+        if self._windowed:
+            said = (*said, header.left_out, header.flushing)
+            slots[-1] = header.weight
+        for i, yes in enumerate(said):
+            if yes:
                 slots[4 + i // self._digits] += self._base ** (i % self._digits)
-        return [float(slot) for slot in slots]
+        return slots
 
     def decode(self, slots: Sequence[float]) -> Flags:
         """The flags of all ranks, from the sum of their slots."""
-        numbers = [int(slot) for slot in slots]
-        absent = tuple(
+        end = len(slots) - self._windowed
+        numbers = [int(slot) for slot in slots[:end]]
+        counts = tuple(
             numbers[4 + i // self._digits] // self._base ** (i % self._digits) % self._base
-            for i in range(self._leaves)
+            for i in range(self._leaves + 2 * self._windowed)
         )
-        return Flags(numbers[0], numbers[1], absent, (numbers[2], numbers[3]))
+        absent, said = counts[: self._leaves], counts[self._leaves :]
+        weight, left_out, flushing = (
+            (slots[-1], *said) if self._windowed else (float(self._size), 0, 0)
+        )
+        return Flags(
+            numbers[0], numbers[1], absent, (numbers[2], numbers[3]), weight, left_out, flushing
+        )

@@ -183,30 +183,77 @@ def exchange(
         the gradients of all devices were finite.
     """
     plan = Plan(leaves, context, axis.size, algorithm, _nbytes, lambda payloads: 1)
-    good = jnp.asarray(True) if finite is None else finite
+    said = _Said.of(context, finite)
     totals: dict[int, Array] = {}
-    agreed: Array | None = None
+    heard: _Said | None = None
     if plan.payloads:
         groups = _Group.of(plan)
         packing = _Packing([group.payload for group in groups])
-        received = axis.all_gather(packing.encode(good))
+        received = axis.all_gather(packing.encode(said))
         for group, sums in zip(groups, _added(groups, packing, received), strict=True):
             totals.update((i, x.astype(plan.dtype(i))) for i, x in group.split(sums))
-        agreed = packing.all_good(received)
+        heard = packing.heard(received, said)
     for dtype, places in plan.dense_places.items():
         parts = [jnp.ravel(plan.parts[i]).astype(dtype) for i in places]
-        if agreed is None:
-            bad = (~good).astype(dtype)[None]
-            total = axis.all_reduce(jnp.concatenate([*parts, bad]))
-            agreed, total = total[-1] == 0, total[:-1]
+        if heard is None:
+            total = axis.all_reduce(jnp.concatenate([*parts, said.numbers.astype(dtype)]))
+            heard, total = said.like(total[-said.length :]), total[: -said.length]
         else:
             total = axis.all_reduce(jnp.concatenate(parts))
         totals |= plan.split(dtype, total)
-    if agreed is None:
+    if heard is None:
         raise AssertionError("an exchange has a message or a buffer")
+    heard.tell(context, axis.size)
     summed = further_rounds(axis.all_reduce, axis.size, plan, totals)
-    results = results_of(plan, totals, summed, axis.size, op)
-    return plan.shaped(leaves, results), plan.late(summed), agreed
+    results = results_of(plan, totals, summed, axis.size, op, context.progress.factor)
+    return plan.shaped(leaves, results), plan.late(summed), heard.good
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a device says of its step, or what all say together.
+
+    Attributes:
+        numbers: FP32: whether its gradients were not finite; and, where devices bring unequal
+            parts, whether it has left something bad out, and what its part weighs.
+    """
+
+    numbers: Array
+
+    @classmethod
+    def of(cls, context: Context, finite: Array | None) -> _Said:
+        """What this device says."""
+        bad = jnp.asarray(False) if finite is None else ~finite
+        share = context.share
+        said = [bad] if share is None else [bad, share.left_out, share.weight]
+        return cls(jnp.stack([jnp.asarray(x, jnp.float32) for x in said]))
+
+    @property
+    def length(self) -> int:
+        """How many numbers."""
+        return int(self.numbers.shape[0])
+
+    def like(self, total: Array) -> _Said:
+        """The same of all devices, from the sum of their numbers."""
+        return _Said(total.astype(jnp.float32))
+
+    @property
+    def good(self) -> Array:
+        """0-d bool: all gradients were finite, and not all of them left out."""
+        good: Array = self.numbers[0] == 0
+        if self.length > 1:
+            good = good & ~((self.numbers[1] > 0) & (self.numbers[2] == 0))
+        return good
+
+    def tell(self, context: Context, size: int) -> None:
+        """Says of the step what the devices have brought together."""
+        if self.length == 1:
+            return
+        told, (_, left_out, weight) = context.progress, self.numbers
+        told.left_out = left_out > 0
+        told.nothing = (weight == 0) & ~told.left_out
+        if context.weight is not None:
+            told.factor = size / jnp.where(weight == 0, size, weight)
 
 
 @dataclass(frozen=True)
@@ -309,16 +356,20 @@ class _Packing:
         self._forms = [form for field in self._fields for form in _forms(field)]
         self._dtypes = sorted({jnp.dtype(dtype) for _, dtype in self._forms}, key=str)
 
-    def encode(self, good: Array) -> Array:
-        """uint8 ``[n]``: all fields, and whether the gradients were finite."""
+    def encode(self, said: _Said) -> Array:
+        """uint8 ``[n]``: all fields, and what is said of the step."""
         parts = [jnp.ravel(part) for field in self._fields for part in _encoded(field)]
         groups = [jnp.concatenate([x for x in parts if x.dtype == kind]) for kind in self._dtypes]
-        return jnp.concatenate([*map(_to_bytes, groups), good.astype(jnp.uint8)[None]])
+        return jnp.concatenate([*map(_to_bytes, groups), _flags_in_bytes(said)])
 
-    def all_good(self, received: Array) -> Array:
-        """0-d bool: the gradients of all devices were finite."""
-        good: Array = received[:, -1].all()
-        return good
+    def heard(self, received: Array, said: _Said) -> _Said:
+        """What all devices say, from their messages."""
+        flags = received[:, -_nbytes_said(said) :]
+        numbers = flags[:, -1:].astype(jnp.float32)
+        if said.length > 1:
+            rest = jax.vmap(lambda row: _from_bytes(row, jnp.dtype(jnp.float32)))(flags[:, :-1])
+            numbers = jnp.concatenate([numbers, rest], axis=1)
+        return said.like(numbers.sum(0))
 
     def decode(self, message: Array) -> list[Payload]:
         """The payloads of one device."""
@@ -374,6 +425,15 @@ def _decoded(field: Field, parts: Sequence[Array]) -> Any:
         begun = jnp.searchsorted(parts[1], jnp.arange(indices.size), side="right")
         indices = indices + begun.astype(indices.dtype) * BLOCK
     return jnp.reshape(indices, field.array.shape)
+
+
+def _nbytes_said(said: _Said) -> int:
+    return 1 + 4 * (said.length - 1)
+
+
+def _flags_in_bytes(said: _Said) -> Array:
+    bad = (said.numbers[:1] != 0).astype(jnp.uint8)
+    return bad if said.length == 1 else jnp.concatenate([_to_bytes(said.numbers[1:]), bad])
 
 
 def _to_bytes(x: Array) -> Array:

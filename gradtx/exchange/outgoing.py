@@ -30,16 +30,21 @@ class Sizes:
         rooms: for each gathered payload of which a rank sends as much as it needs, how many values
             there is room for.
         buffers: dtype and length of each dense buffer, without flags.
+        windowed: whether ranks bring unequal parts, and say what theirs weighs.
     """
 
     leaves: int
     segments: tuple[int, ...] | None
     rooms: tuple[int, ...]
     buffers: tuple[tuple[str, int], ...]
+    windowed: bool = False
 
     def slots(self, size: int) -> Slots | None:
         """The spare slots of the first dense buffer; None if the flags are in the header."""
-        return Slots(self.leaves, size, self.buffers[0][0]) if self.segments is None else None
+        return self._slots(size) if self.segments is None else None
+
+    def _slots(self, size: int) -> Slots:
+        return Slots(self.leaves, size, self.buffers[0][0], windowed=self.windowed)
 
     def error_message(self, header: Header) -> torch.Tensor:
         """A message of the least size whose header says that this rank has failed."""
@@ -48,15 +53,15 @@ class Sizes:
     def error_buffer(self, header: Header, size: int) -> torch.Tensor:
         """A first dense buffer of the agreed size, whose slots say that this rank has failed."""
         dtype, length = self.buffers[0]
-        slots = Slots(self.leaves, size, dtype).encode(header)
+        slots = self._slots(size).encode(header)
         buffer = torch.zeros(length + len(slots), dtype=getattr(torch, dtype))
         buffer[length:] = torch.tensor(slots)
         return buffer
 
     def read_flags(self, buffer: torch.Tensor, size: int) -> tuple[torch.Tensor, Flags]:
         """The summed first buffer without its slots, and the flags in them."""
-        dtype, length = self.buffers[0]
-        flags = Slots(self.leaves, size, dtype).decode(buffer[length:].tolist())
+        _, length = self.buffers[0]
+        flags = self._slots(size).decode(buffer[length:].tolist())
         return buffer[:length], flags
 
 
@@ -92,6 +97,7 @@ class Outgoing(Plan):
             return message_nbytes(len(leaves), [total]) - total + told
 
         super().__init__(leaves, context, size, algorithm, nbytes, overhead)
+        self._windowed = context.windowed
         self._used = list(map(used_of, self.payloads))
         places = [None if used is None else used.nonzero().flatten() for used in self._used]
         self.rooms = tuple(used.numel() for used in self._used if used is not None)
@@ -143,6 +149,7 @@ class Outgoing(Plan):
                 (dtype, sum(map(self.length, places)))
                 for dtype, places in self.dense_places.items()
             ),
+            self._windowed,
         )
 
     def message(self, header: Header) -> torch.Tensor | None:

@@ -193,7 +193,12 @@ def further_rounds(
 
 
 def results_of(
-    plan: Plan, totals: Mapping[int, Array], summed: Mapping[int, Payload], size: int, op: str
+    plan: Plan,
+    totals: Mapping[int, Array],
+    summed: Mapping[int, Payload],
+    size: int,
+    op: str,
+    factor: Any = None,
 ) -> dict[int, Array]:
     """What the exchange gives, flat, by position.
 
@@ -203,12 +208,15 @@ def results_of(
         summed: the payloads that decode to the mean over ranks.
         size: how many ranks there are.
         op: ``"mean"`` or ``"sum"``.
+        factor: what the results are multiplied by: 0-d; None for one.
     """
     divisor = size if op == "mean" else 1
     results = {i: total / divisor for i, total in totals.items()}
     for i, payload in summed.items():
         mean = payload.decode()
         results[i] = backends.of(mean).cast(mean, plan.dtype(i)) * (size // divisor)
+    if factor is not None:
+        results = {i: result * factor for i, result in results.items()}
     for i, payload in plan.found.items():
         combined = payload.combined(totals[i]) if i in totals else None
         if combined is not None:

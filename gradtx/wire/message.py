@@ -5,12 +5,13 @@ All numbers are little-endian::
     offset  size             what
     0       4                magic, b"GRTX"
     4       2                version, 1
-    6       2                flags: 1 not finite (a bad step), 2 error
+    6       2                flags: 1 not finite (a bad step), 2 error, 4 left out, 8 flushing
     8       8                fingerprint of the chain
     16      4                step, modulo 2**32
     20      4                leaves
     24      8                length of what follows the absent bitmap
-    32      ceil(leaves/8)   absent leaves, one bit each, least significant first
+    32      8                weight, FP64
+    40      ceil(leaves/8)   absent leaves, one bit each, least significant first
             0 to 7           zeros, so that the whole message is a multiple of 8 bytes
                              segments
 
@@ -23,6 +24,7 @@ for each of several messages gathered into one tensor, without a copy.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,11 +36,14 @@ from torch import Tensor
 from gradtx.wire.errors import WireFormatError
 
 MAGIC = b"GRTX"
-VERSION = 1
+VERSION = 2
 
-_FIXED = struct.Struct("<4sHHQIIQ")
+_FIXED = struct.Struct("<4sHHQIIQd")
 _NOT_FINITE = 1
 _ERROR = 2
+_LEFT_OUT = 4
+_FLUSHING = 8
+_FLAGS = _NOT_FINITE | _ERROR | _LEFT_OUT | _FLUSHING
 _ALIGNMENT = 8
 
 
@@ -52,6 +57,9 @@ class Header:
         finite: whether this rank's gradients were finite as they arrived.
         error: whether this rank failed; its segments then mean nothing.
         absent: for each leaf, whether this rank had no gradient for it.
+        weight: what this rank's part weighs in a mean, at least 0.
+        left_out: whether it has left something bad out of its part.
+        flushing: whether it brings no more until all ranks are through.
 
     Example:
         >>> Header(fingerprint=7, step=0, finite=True, error=False, absent=(False, True)).absent
@@ -63,6 +71,9 @@ class Header:
     finite: bool
     error: bool
     absent: tuple[bool, ...]
+    weight: float = 1.0
+    left_out: bool = False
+    flushing: bool = False
 
 
 def message_nbytes(leaves: int, segments: Sequence[int]) -> int:
@@ -80,7 +91,7 @@ def message_nbytes(leaves: int, segments: Sequence[int]) -> int:
 
     Example:
         >>> message_nbytes(3, [5, 8])
-        48
+        56
     """
     if not 0 <= leaves < 2**32:
         raise ValueError(f"leaves must be in [0, 2**32), not {leaves}")
@@ -108,7 +119,7 @@ def encode_message(
 
     Example:
         >>> header = Header(fingerprint=7, step=0, finite=True, error=False, absent=(False,))
-        >>> encode_message(header, [torch.ones(7, dtype=torch.uint8)], "cpu")[32:].tolist()
+        >>> encode_message(header, [torch.ones(7, dtype=torch.uint8)], "cpu")[40:].tolist()
         [0, 1, 1, 1, 1, 1, 1, 1]
     """
     for position, segment in enumerate(segments):
@@ -219,19 +230,24 @@ def _prefix(header: Header, nbytes: int, payload: int) -> bytes:
     leaves = len(header.absent)
     named = _named_nbytes(leaves)
     flags = _NOT_FINITE * (not header.finite) | _ERROR * header.error
+    flags |= _LEFT_OUT * header.left_out | _FLUSHING * header.flushing
     step = header.step % 2**32
-    fixed = _FIXED.pack(MAGIC, VERSION, flags, header.fingerprint, step, leaves, nbytes - named)
+    fixed = _FIXED.pack(
+        MAGIC, VERSION, flags, header.fingerprint, step, leaves, nbytes - named, header.weight
+    )
     bitmap = sum(1 << leaf for leaf, absent in enumerate(header.absent) if absent)
     return fixed + bitmap.to_bytes(nbytes - payload - _FIXED.size, "little")
 
 
 def _parse(prefix: bytes, leaves: int, nbytes: int, fingerprint: int) -> Header:
     """Read and check all that comes before the segments."""
-    magic, version, flags, found, step, count, length = _FIXED.unpack_from(prefix)
+    magic, version, flags, found, step, count, length, weight = _FIXED.unpack_from(prefix)
     _expect("magic", magic, MAGIC)
     _expect("version", version, VERSION)
-    if flags & ~(_NOT_FINITE | _ERROR):
-        raise WireFormatError(f"message has flags {flags:#x}, expected none but 0x1 and 0x2")
+    if flags & ~_FLAGS:
+        raise WireFormatError(f"message has flags {flags:#x}, expected none but {_FLAGS:#x}")
+    if not 0 <= weight < math.inf:
+        raise WireFormatError(f"message has weight {weight}, expected a finite one of at least 0")
     _expect("fingerprint", hex(found), hex(fingerprint))
     _expect("leaves", count, leaves)
     _expect("length", length, nbytes - _named_nbytes(leaves))
@@ -240,7 +256,16 @@ def _parse(prefix: bytes, leaves: int, nbytes: int, fingerprint: int) -> Header:
         raise WireFormatError("message has padding that is not zero after the absent leaves")
     # The extra one keeps the leading zeros. Shifting instead would be quadratic in the leaves.
     absent = tuple(digit == "1" for digit in bin(1 << leaves | bitmap)[:2:-1])
-    return Header(found, step, not flags & _NOT_FINITE, bool(flags & _ERROR), absent)
+    return Header(
+        found,
+        step,
+        not flags & _NOT_FINITE,
+        bool(flags & _ERROR),
+        absent,
+        weight,
+        bool(flags & _LEFT_OUT),
+        bool(flags & _FLUSHING),
+    )
 
 
 def _split(data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
