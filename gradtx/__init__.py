@@ -42,6 +42,7 @@ from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.accumulate import accumulate
+from gradtx.transforms.delayed import delayed
 from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
@@ -75,6 +76,7 @@ __all__ = [
     "chain",
     "compressor",
     "declare",
+    "delayed",
     "dynamic_loss_scale",
     "ef",
     "error_feedback",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.combinators import (
     ApplyIfFiniteState,
+    Delaying,
     Enclosing,
     ErrorFeedbackState,
     Feedback,
@@ -84,8 +85,13 @@ class ChainState(NamedTuple):
 
         It has not after a bad step, and before the end of a window of `accumulate`.
         """
-        holds = next((s.ready for s in _within(self.states) if hasattr(s, "ready")), None)
-        return self.last_finite if holds is None else holds
+        ready = next((s.ready for s in _within(self.states) if hasattr(s, "ready")), None)
+        if ready is None:
+            return self.last_finite
+        for state in self.states:
+            if isinstance(state, ApplyIfFiniteState):
+                ready = ready & state.last_finite
+        return ready
 
     @property
     def pending(self) -> Array:
@@ -151,9 +157,8 @@ class Chain(Transformation):
             code=code,
         )
         self.shared_code = self.code(local=False)
-        kinds = {stage.kind for stage in self.stages}
-        self._holds_back = bool(kinds & {Kind.ACCUMULATE, Kind.DELAY})
-        self._windowed = Kind.ACCUMULATE in kinds
+        self._holds_back = any(isinstance(part, (Delaying, Enclosing)) for part in self.core)
+        self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
@@ -491,6 +496,24 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
             if part.stage.kind is Kind.EXCHANGE:
                 predicates = []
     keep(*compressors)
+    return _delayed(parts)
+
+
+def _delayed(parts: list[Transformation]) -> tuple[Transformation, ...]:
+    """The parts, with a delay around all that is to its left, and its exchange."""
+    for i, part in enumerate(parts):
+        if not isinstance(part, Delaying):
+            continue
+        delayed, end = list(part.parts), i + 1
+        if not delayed and part.stage.kind is Kind.DELAY:
+            delayed, end = parts[i + 1 : i + 2], i + 2
+        if not delayed or delayed[-1].stage.kind is not Kind.EXCHANGE:
+            continue  # Out of order: it raises when it is used.
+        if part.steps == 0:
+            return _enclosed([*parts[:i], *delayed, *parts[end:]])
+        behind = _enclosed(parts[end:])
+        front = part.around(_enclosed([*parts[:i], *delayed]))
+        return (front, gate(behind)) if behind else (front,)
     return _enclosed(parts)
 
 

@@ -123,6 +123,26 @@ class BareEnclosing(Bare, Enclosing):
         self.around = around
 
 
+class Delaying(Transformation):
+    """A transformation that delays what the exchange gives.
+
+    Attributes:
+        steps: by how many steps.
+        around: makes the combinator of it, given what stands before it, and the exchange.
+    """
+
+    steps: int
+    around: Around
+
+
+class BareDelaying(Bare, Delaying):
+    """The stage of that kind that is called with no exchange."""
+
+    def __init__(self, stage: Stage, steps: int, around: Around, instead: str) -> None:
+        super().__init__(stage, instead)
+        self.steps, self.around = steps, around
+
+
 class Filter(Bare):
     """A stage that marks leaves; the compressors to its right are masked by its predicate."""
 

@@ -158,7 +158,7 @@ def message_bytes(chain, n=VALUES):
     return run_ranks(2, rank)[0]
 
 
-HEADER = 40
+HEADER = 48
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.003, 0.01, 0.03, 0.05])

@@ -23,6 +23,9 @@ headers = st.builds(
     finite=st.booleans(),
     error=st.booleans(),
     absent=st.lists(st.booleans(), max_size=40).map(tuple),
+    weight=st.floats(0, allow_infinity=False),
+    left_out=st.booleans(),
+    flushing=st.booleans(),
 )
 payloads = st.lists(st.binary(max_size=40), max_size=6)
 DTYPES = [torch.bool, torch.uint8, torch.float16, torch.float32, torch.float64, torch.int64]
@@ -72,7 +75,7 @@ def test_the_size_follows_from_the_shapes(header, payload):
 
 @given(st.integers(0, 100), st.lists(st.integers(0, 100)))
 def test_a_message_is_the_next_multiple_of_eight(leaves, sizes):
-    named = 32 + -(-leaves // 8) + sum(sizes)
+    named = 40 + -(-leaves // 8) + sum(sizes)
     nbytes = message_nbytes(leaves, sizes)
     assert nbytes % 8 == 0
     assert named <= nbytes < named + 8
@@ -121,9 +124,9 @@ def test_an_error_message_has_the_agreed_size_and_the_flag(header, payload):
     assert [part.tolist() for part in parts] == [[0] * size for size in sizes]
 
 
-@pytest.mark.parametrize("nbytes", [0, 32, 44])
+@pytest.mark.parametrize("nbytes", [0, 40, 52])
 def test_an_error_message_of_an_impossible_size_is_refused(nbytes):
-    with pytest.raises(ValueError, match=rf"3 leaves .* at least 40, not {nbytes}"):
+    with pytest.raises(ValueError, match=rf"3 leaves .* at least 48, not {nbytes}"):
         error_message(a_header(), nbytes)
 
 
@@ -165,14 +168,14 @@ def test_a_damaged_message_is_refused_or_valid(header, payload, data):
 
 @pytest.mark.parametrize(("leaves", "sizes"), [(3, [2**62, 2]), (2**32 - 1, [3, 2])])
 def test_sizes_that_the_bytes_cannot_back_are_refused(leaves, sizes):
-    with pytest.raises(WireFormatError, match="message has 40 bytes, expected"):
+    with pytest.raises(WireFormatError, match="message has 48 bytes, expected"):
         decode_message(a_message(), leaves, sizes, fingerprint=7)
 
 
-@pytest.mark.parametrize("size", [0, 31, 32, 39, 41, 48])
+@pytest.mark.parametrize("size", [0, 39, 40, 47, 49, 56])
 def test_another_length_is_refused(size):
     data = torch.cat([a_message(), torch.zeros(8, dtype=torch.uint8)])[:size]
-    with pytest.raises(WireFormatError, match=f"message has {size} bytes, expected 40"):
+    with pytest.raises(WireFormatError, match=f"message has {size} bytes, expected 48"):
         decode(data)
 
 
@@ -180,13 +183,16 @@ def test_another_length_is_refused(size):
     ("offset", "layout", "value", "complaint"),
     [
         (0, "4s", b"HTTP", "magic b'HTTP', expected b'GRTX'"),
-        (4, "<H", 2, "version 2, expected 1"),
-        (6, "<H", 5, "flags 0x5, expected none but 0x1 and 0x2"),
+        (4, "<H", 1, "version 1, expected 2"),
+        (6, "<H", 17, "flags 0x11, expected none but 0xf"),
         (8, "<Q", 2**63, "fingerprint 0x8000000000000000, expected 0x7"),
         (20, "<I", 4, "leaves 4, expected 3"),
         (24, "<Q", 2**63, "length 9223372036854775808, expected 7"),
-        (32, "B", 0b1000, "padding that is not zero"),
-        (34, "B", 1, "padding that is not zero"),
+        (32, "<d", -1.0, "weight -1.0, expected a finite one of at least 0"),
+        (32, "<d", float("inf"), "weight inf, expected a finite one"),
+        (32, "<d", float("nan"), "weight nan, expected a finite one"),
+        (40, "B", 0b1000, "padding that is not zero"),
+        (42, "B", 1, "padding that is not zero"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(offset, layout, value, complaint):
@@ -197,12 +203,12 @@ def test_a_wrong_field_is_refused_by_name(offset, layout, value, complaint):
 
 
 def test_bytes_of_another_dtype_are_refused():
-    with pytest.raises(WireFormatError, match=r"message is torch\.int64 of shape \(40,\)"):
+    with pytest.raises(WireFormatError, match=r"message is torch\.int64 of shape \(48,\)"):
         decode(a_message().long())
 
 
 def test_a_matrix_of_bytes_is_refused():
-    with pytest.raises(WireFormatError, match=r"message is torch\.uint8 of shape \(1, 40\)"):
+    with pytest.raises(WireFormatError, match=r"message is torch\.uint8 of shape \(1, 48\)"):
         decode(a_message()[None])
 
 
