@@ -224,6 +224,8 @@ class Chain(Transformation):
         none = unflatten(state.layout.treespec, nothing)
         if not self._holds_back:
             return _in_structure_of(none, _filled(nothing, state), state.layout), state
+        if state.loss_scale is None:
+            extra = {"loss_scale": 1.0, **extra}
         with backends.within(state):
             return self._step(none, state, params, flush=True, **extra)
 

@@ -1,7 +1,7 @@
 """State that differs between ranks, such as residuals.
 
 A state says so by its property ``per_rank``, the names of those fields; each is a tree like the
-parameters. Where all ranks are devices of one program, such a leaf is laid out over all of
+parameters, or an array with an axis. Where all ranks are devices of one program, such a leaf is laid out over all of
 them along its first axis, and so needs one: a leaf of shape ``[]`` is kept as ``[1]``.
 """
 
@@ -37,6 +37,8 @@ def without_first_axis(state: Any, layout: Layout) -> Any:
 
 def _shaped(tree: PyTree, layout: Layout, shape: tuple[int, ...]) -> PyTree:
     leaves, treespec = flatten(tree)
+    if treespec != layout.treespec:
+        return tree
     return unflatten(
         treespec,
         [

@@ -306,7 +306,7 @@ def _tell(context: Context, flags: Flags, size: int) -> None:
     """Says of the step what the ranks have brought together."""
     told = context.progress
     told.left_out, told.through = flags.left_out > 0, flags.flushing == size
-    told.nothing = flags.weight == 0 and not told.left_out
+    told.nothing = flags.weight == flags.left_out == flags.not_finite == 0
     if context.weight is None or flags.weight == 0:
         return
     factor = size / flags.weight

@@ -249,9 +249,9 @@ class _Said:
         """Says of the step what the devices have brought together."""
         if self.length == 1:
             return
-        told, (_, left_out, weight) = context.progress, self.numbers
+        told, (bad, left_out, weight) = context.progress, self.numbers
         told.left_out = left_out > 0
-        told.nothing = (weight == 0) & ~told.left_out
+        told.nothing = (weight == 0) & ~told.left_out & (bad == 0)
         if context.weight is not None:
             told.factor = size / jnp.where(weight == 0, size, weight)
 

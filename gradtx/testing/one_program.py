@@ -6,7 +6,7 @@ A chain is compiled once for each structure, and remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,15 @@ from gradtx.core.per_rank import without_first_axis
 from gradtx.core.schedule import Schedule
 from gradtx.core.tree import PyTree, flatten_with_paths, map_leaves, unflatten
 from gradtx.exchange.mesh import counted
-from gradtx.testing.trace import Call, Measured, Step, Trace
+from gradtx.testing.trace import (
+    Call,
+    Measured,
+    Step,
+    Trace,
+    delay_of,
+    micro_steps,
+    window_of,
+)
 
 _REMEMBERED = 64
 
@@ -51,17 +59,23 @@ def trace(tx: Chain, params: PyTree, steps: Sequence[Step], size: int) -> list[T
     on_jax = map_leaves(_to_jax, params)
     state = program.init(on_jax)
     traces = [Trace([], [own], []) for own in program.by_rank(state)]
-    for step in steps:
-        arguments = _stacked(step, size), state, on_jax, jnp.float32(step.loss_scale)
-        compiled = program.compiled(*arguments)
-        updates, state = compiled(*arguments)[0]
-        sent = program.sent(*arguments)
+    delay = delay_of(tx)
+    for number, step in enumerate(steps):
+        sent = 0
+        for micro, extra in micro_steps(tx, step, number):
+            arguments = _arguments(micro, size, state, on_jax, extra)
+            updates, state = program.compiled(*arguments)(*arguments)[0]
+            sent += program.sent(*arguments)
         ranks = zip(traces, program.by_rank(updates), program.by_rank(state), strict=True)
         for one, own, own_state in ranks:
             one.outputs.append(own)
             one.states.append(own_state)
             one.sent.append(sent)
-    return traces
+    for _ in range(delay):
+        updates, state = program.flush(state, on_jax)
+        for one, own in zip(traces, program.by_rank(updates), strict=True):
+            one.outputs.append(own)
+    return [Trace(one.outputs[delay:], one.states, one.sent) for one in traces]
 
 
 def calls(tx: Chain, params: PyTree, steps: Sequence[Step], size: int) -> list[list[Call]]:
@@ -74,7 +88,7 @@ def calls(tx: Chain, params: PyTree, steps: Sequence[Step], size: int) -> list[l
     state = program.init(on_jax)
     out: list[list[Call]] = [[] for _ in range(size)]
     for step in steps:
-        arguments = _stacked(step, size), state, on_jax, jnp.float32(step.loss_scale)
+        arguments = _arguments(step, size, state, on_jax, {})
         first, after = program.compiled(*arguments)(*arguments)
         second, _ = program.compiled_again(*arguments)(*arguments)
         before = arguments[0], state, jax.tree.map(lambda x: jnp.stack([x] * size), on_jax)
@@ -86,12 +100,24 @@ def calls(tx: Chain, params: PyTree, steps: Sequence[Step], size: int) -> list[l
 
 
 def measure(tx: Chain, params: PyTree, step: Step, size: int) -> Measured:
-    """As `gradtx.testing.trace.measure`; nothing is run but `init`."""
+    """As `gradtx.testing.trace.measure`; of a window only what is before its last step is run."""
     program = Program.of(tx, size)
     on_jax = map_leaves(_to_jax, params)
     state = program.init(on_jax)
-    updates, sent = program.shapes(_stacked(step, size), state, on_jax, jnp.float32(1.0))
+    *before, (last, extra) = micro_steps(tx, step, 0)
+    for micro, weight in before:
+        arguments = _arguments(micro, size, state, on_jax, weight)
+        state = program.compiled(*arguments)(*arguments)[0][1]
+    updates, sent = program.shapes(*_arguments(last, size, state, on_jax, extra))
     return Measured(updates, sent)
+
+
+def _arguments(
+    step: Step, size: int, state: Any, params: PyTree, extra: Mapping[str, float]
+) -> tuple[Any, ...]:
+    """Gradients, state, parameters, loss scale and weight, as a program takes them."""
+    numbers = (step.loss_scale, extra.get("weight", 1.0))
+    return _stacked(step, size), state, params, *map(jnp.float32, numbers)
 
 
 class Program:
@@ -112,6 +138,10 @@ class Program:
             for stage in tx.stages
             for argument in stage.arguments
         )
+        window = window_of(tx)
+        self._weighs = window is not None and window.hyperparameters["mean"]
+        self._branches = self._scheduled or window is not None
+        self._flush = jax.jit(jax.vmap(tx.flush, in_axes=(0, None), axis_size=size, **self._axis))
         self._init = jax.jit(jax.vmap(tx.init, in_axes=None, axis_size=size, **self._axis))
         self._lowered: dict[Any, tuple[str, Callable[..., Any], int]] = {}
 
@@ -129,6 +159,10 @@ class Program:
         """The states of all ranks: leaves ``[size, ...]``."""
         return self._init(params)
 
+    def flush(self, state: Any, params: PyTree) -> Any:
+        """The updates and states of all ranks."""
+        return self._flush(state, params)
+
     def compiled(self, *arguments: Any) -> Callable[..., Any]:
         """``(gradients, state, params, loss_scale) -> ((updates, state), what was given)``."""
         _, compiled, _ = self._known(arguments)
@@ -142,7 +176,7 @@ class Program:
 
     def sent(self, *arguments: Any) -> int:
         """The bytes that a rank puts on the link in a step."""
-        if self._scheduled:
+        if self._branches:
             return self.shapes(*arguments)[1]
         return self._known(arguments)[2]
 
@@ -192,17 +226,20 @@ class Program:
 
     def _mapped(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         mapped: Callable[..., Any] = jax.vmap(
-            fn, in_axes=(0, 0, None, None), axis_size=self.size, **self._axis
+            fn, in_axes=(0, 0, None, None, None), axis_size=self.size, **self._axis
         )
         return mapped
 
-    def _step(self, gradients: PyTree, state: Any, params: PyTree, loss_scale: Any) -> Any:
+    def _step(
+        self, gradients: PyTree, state: Any, params: PyTree, loss_scale: Any, weight: Any
+    ) -> Any:
         own = getattr(state, "loss_scale", None)
+        extra = {"weight": weight} if self._weighs else {}
         if own is None:
-            out = self.tx.update(gradients, state, params, loss_scale=loss_scale)
+            out = self.tx.update(gradients, state, params, loss_scale=loss_scale, **extra)
         else:
             scaled = map_leaves(lambda x: (x * (own / loss_scale)).astype(x.dtype), gradients)
-            out = self.tx.update(scaled, state, params)
+            out = self.tx.update(scaled, state, params, **extra)
         return out, (gradients, state, params)
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 import torch
 
 from gradtx.core.chain import Chain
-from gradtx.core.combinators import Filter, Gate
-from gradtx.core.stage import Kind
+from gradtx.core.combinators import Delaying, Enclosing, Filter, Gate
+from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Transformation, flat
 from gradtx.core.tree import (
     PyTree,
@@ -69,6 +69,9 @@ class Trace:
         outputs: after each step, its updates, payloads among them.
         states: before the first step and after each.
         sent: in each step, the bytes it put on the link; in the first the handshake too.
+
+    A step of a chain that accumulates is a whole window, and the updates of one that delays are
+    those of the step that they are the result of.
     """
 
     outputs: list[PyTree]
@@ -116,19 +119,58 @@ def trace(
         found: list[Trace] = _one_program().trace(tx, params, steps, size)
         return found
 
+    delay = delay_of(tx)
+
     def rank(i: int) -> Trace:
         group = find_group()
         out = Trace([], [tx.init(params)], [])
-        for step in steps:
-            before = group.sent
-            gradients, extra = arguments(step, i, out.states[-1])
-            updates, state = tx.update(gradients, out.states[-1], params, **extra)
+        for number, step in enumerate(steps):
+            before, state = group.sent, out.states[-1]
+            for micro, weight in micro_steps(tx, step, number):
+                gradients, extra = arguments(micro, i, state)
+                updates, state = tx.update(gradients, state, params, **extra, **weight)
             out.outputs.append(updates)
             out.states.append(state)
             out.sent.append(group.sent - before)
-        return out
+        for _ in range(delay):
+            updates, state = tx.flush(state, params)
+            out.outputs.append(updates)
+        return Trace(out.outputs[delay:], out.states, out.sent)
 
     return run_ranks(size, rank)
+
+
+def window_of(tx: Chain) -> Stage | None:
+    """The stage that accumulates, if there is one."""
+    return next((stage for stage in tx.stages if stage.kind is Kind.ACCUMULATE), None)
+
+
+def delay_of(tx: Chain) -> int:
+    """By how many steps the results of a chain are delayed."""
+    return sum(s.hyperparameters["steps"] for s in tx.stages if s.kind is Kind.DELAY)
+
+
+def micro_steps(tx: Chain, step: Step, number: int) -> list[tuple[Step, dict[str, float]]]:
+    """What a window is given so that its result is that of a step; the step, if there is none.
+
+    In every other step all of it is in one micro-step, and the others weigh nothing; otherwise all
+    micro-steps are the same. Of a sum, the others are zero.
+    """
+    window = window_of(tx)
+    if window is None:
+        return [(step, {})]
+    n, mean = window.hyperparameters["n"], window.hyperparameters["mean"]
+    if mean and number % 2 == 0:
+        return [(step, {"weight": 1.0})] * n
+
+    def other(tree: PyTree) -> PyTree:
+        return map_leaves(lambda x: x * (-0.5 if mean else 0.0), tree)
+
+    idle = Step(tuple(map(other, step.gradients)), step.loss_scale)
+    return [
+        (step if i == number % n else idle, {"weight": float(i == number % n)} if mean else {})
+        for i in range(n)
+    ]
 
 
 def arguments(step: Step, rank: int, state: Any) -> tuple[PyTree, dict[str, Any]]:
@@ -239,8 +281,14 @@ class Case:
         self.exchange = exchanges[0] if exchanges else None
         self.lossy = any(stage.lossy for stage in self.stages)
         self.unscales = self.has(Kind.UNSCALE)
+        self.windowed = self.has(Kind.ACCUMULATE)
+        self.holds_back = self.windowed or delay_of(self.tx) > 0
         self.gated = self.unscales or any(s.lossy or s.stateful for s in self.stages)
         self.sizes = [1] if self.exchange is None else list(ranks)
+        window = window_of(self.tx)
+        # A power of two divides without rounding.
+        n = 1 if window is None else window.hyperparameters["n"]
+        self.exact = n & (n - 1) == 0
         self.backend = self._checked(backend)
         self.params = self._default_params() if params is None else params
         if self.backend == "jax":
@@ -303,14 +351,14 @@ class Case:
         return Chain([unscale() if own else part for part, own in pairs])
 
     def scaleless(self, state: Any) -> tuple[Any, ...]:
-        """The state without that of a `dynamic_loss_scale`."""
-        parts = zip(self.tx.core, state.states, strict=True)
-        return tuple(own for part, own in parts if part.stage.kind is not Kind.UNSCALE)
+        """The state without that of a `dynamic_loss_scale`, and without delayed results."""
+        return tuple(_scaleless(self.tx.core, state.states))
 
     @property
     def local(self) -> Chain:
-        """What stands before the exchange."""
-        return Chain(self.parts[: self.exchange])
+        """What stands before the exchange, and its delay."""
+        parts = self.parts[: self.exchange]
+        return Chain([part for part in parts if not isinstance(part, Delaying)])
 
     @property
     def dense(self) -> Chain:
@@ -394,9 +442,17 @@ class Case:
         ]
 
 
+def _scaleless(parts: Sequence[Transformation], states: Sequence[Any]) -> Iterator[Any]:
+    for part, state in zip(parts, states, strict=True):
+        if isinstance(part, Delaying):
+            yield from _scaleless(part.parts, state.inner_states)
+        elif part.stage.kind is not Kind.UNSCALE:
+            yield state
+
+
 def _opened(parts: Sequence[Transformation]) -> Iterator[Transformation]:
     for part in parts:
-        if isinstance(part, Gate):
+        if isinstance(part, Gate) and not isinstance(part, Enclosing):
             yield from _opened(part.parts)
         else:
             yield part

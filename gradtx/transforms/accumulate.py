@@ -362,7 +362,7 @@ def _end(
 ) -> tuple[PyTree, AccumulateState]:
     """The window through what was held back, and a new one begun."""
     ops, told = backends.of(state.count), context.progress
-    count, bad = state.weight[0], state.bad[0]
+    count, bad = ops.ravel(state.weight)[0], ops.ravel(state.bad)[0]
     empty = count == 0
     if mean:
         divisor = ops.where(empty, 1.0, count)

@@ -174,7 +174,7 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
         ready = moves & head.good
         told.finite, told.nothing, told.absent = True, ~ready, ()
         if not ops.TRACES:
-            told.absent = tuple(head.absent.tolist()) if ready else context.absent
+            told.absent = tuple(head.absent.tolist()) if moves else context.absent
         zeros = map_arrays(ops.zeros_like, head.updates)
         queue = _either(moves, tuple(rest), state.queue)
         return _either(ready, head.updates, zeros), DelayedState(queue, ready, inner_states)
