@@ -20,7 +20,12 @@ from gradtx.compressors.threshold import threshold
 from gradtx.compressors.topk import Sparse, topk, topk_sparsify
 from gradtx.core.chain import Chain, ChainState, chain
 from gradtx.core.combinators import apply_if_finite, ef, error_feedback, masked
-from gradtx.core.errors import ChainOrderError, RankMismatchError, Violation
+from gradtx.core.errors import (
+    ChainOrderError,
+    NeverFiniteError,
+    RankMismatchError,
+    Violation,
+)
 from gradtx.core.explain import explain
 from gradtx.core.momentum import momentum_correction
 from gradtx.core.payload import Payload, register_payload
@@ -57,6 +62,7 @@ __all__ = [
     "LeafInfo",
     "Levels",
     "LowRank",
+    "NeverFiniteError",
     "Payload",
     "Pipeline",
     "Powers",

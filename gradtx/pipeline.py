@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 
 from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import flatten_state, restore_state
-from gradtx.core.chain import Chain, telling_others
-from gradtx.core.errors import ChainOrderError, RankMismatchError
+from gradtx.core.arguments import check_whole
+from gradtx.core.chain import Chain
+from gradtx.core.errors import ChainOrderError, NeverFiniteError, RankMismatchError
 from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, flat
@@ -26,6 +27,7 @@ from gradtx.core.tree import (
     parameters_of,
     unflatten,
 )
+from gradtx.engine import Direct, Outcome, Overlapped
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
@@ -40,12 +42,13 @@ class SyncReport:
     """What one `Pipeline.sync` did.
 
     Attributes:
-        ready: gradients are there to step with.
+        ready: gradients are there to step with. Between the ends of the windows of `accumulate`,
+            in the first steps of a `delayed` exchange, and after a bad step, they are not.
         skipped: the step was bad on some rank; no state has moved, all gradients are zero.
-        wire_bytes: bytes that this rank put on the link in this step, all copies counted; the first
-            step has the handshake in it, ``N - 1`` times 1 KiB.
+        wire_bytes: bytes that this rank put on the link for this result, all copies counted; the
+            first has the handshake in it, ``N - 1`` times 1 KiB.
         dense_bytes: bytes that a ring all-reduce of the gradients in FP32 would have put there:
-            ``2 (N - 1) / N`` times 4 bytes a value.
+            ``2 (N - 1) / N`` times 4 bytes a value; none before the end of a window.
     """
 
     ready: bool
@@ -65,13 +68,21 @@ class Pipeline:
             ranks.
         model: an `nn.Module`, or a pytree of tensors with ``.grad``. Of a module, the parameters
             that require a gradient now are synchronised.
-        scaler: the `torch.amp.GradScaler` of the loop, if there is one.
+        scaler: the `torch.amp.GradScaler` of the loop, if there is one. Its scale is kept from
+            falling below one (or what it began with).
+        max_skips: how many bad steps in a row are borne, at least 1: with one more, something is
+            wrong that a smaller loss scale does not mend. None bears all.
+
+    A chain with a `delayed` exchange does its work in a thread of its own, over a process group of
+    its own, while the loop goes on; gradients are taken from ``.grad``, which is None until there
+    is a result.
 
     Raises:
         ChainOrderError: if a payload comes out at the end (GX404), or there are several ranks and
             no exchange (GX405).
         ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`, or a
-            `dynamic_loss_scale` as well.
+            `dynamic_loss_scale` as well; if there is either and the exchange is delayed: the next
+            loss scale cannot wait for its verdict.
         TypeError: if a parameter is no floating-point tensor, the scaler no GradScaler, or the
             exchange one over a JAX mesh.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
@@ -86,10 +97,16 @@ class Pipeline:
         SyncReport(ready=True, skipped=False, wire_bytes=0, dense_bytes=0)
     """
 
-    def __init__(self, tx: Any, model: Any, *, scaler: Any = None) -> None:
+    def __init__(
+        self, tx: Any, model: Any, *, scaler: Any = None, max_skips: int | None = 100
+    ) -> None:
         self._group = find_group(None)
         try:
-            self._prepare(tx, model, scaler)
+            if max_skips is not None:
+                check_whole("Pipeline(max_skips", max_skips, 1)
+            self._max_skips, self._skips = max_skips, 0
+            self._never_finite: set[str] | None = None
+            state = self._prepare(tx, model, scaler)
         except Exception as error:
             if self._group.size > 1:
                 _tell(self._group, error)
@@ -97,9 +114,12 @@ class Pipeline:
         if self._group.size > 1:
             agree(self._group, self._replicas(), 0)
             _broadcast(self._group, list(self._replicated().values()))
+        # Now that all ranks come: it may make a process group.
+        engine = Overlapped if self.tx.delay else Direct
+        self._engine: Direct | Overlapped = engine(self.tx, self._group, self._tree, state)
 
-    def _prepare(self, tx: Any, model: Any, scaler: Any) -> None:
-        """All of the construction that one rank does alone, and may fail in."""
+    def _prepare(self, tx: Any, model: Any, scaler: Any) -> Any:
+        """All of the construction that one rank does alone, and may fail in; the first state."""
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
         if self.tx.exchange is not None:
             if self.tx.exchange.one_program:
@@ -120,11 +140,15 @@ class Pipeline:
         named = zip(self._paths, leaves, strict=True)
         self._parameters: Tensors = {path: leaf for path, leaf in named if leaf is not None}
         _refuse_shared(self._parameters)
-        self._state = self.tx.init(self._tree, info)
+        state = self.tx.init(self._tree, info)
         self._values = sum(p.numel() for p in self._parameters.values())
+        return state
 
     def sync(
-        self, *optimizers: torch.optim.Optimizer, loss_scale: float | None = None
+        self,
+        *optimizers: torch.optim.Optimizer,
+        loss_scale: float | None = None,
+        weight: float | None = None,
     ) -> SyncReport:
         """Reads every ``.grad``, runs one update, and writes every ``.grad``.
 
@@ -135,6 +159,8 @@ class Pipeline:
         Args:
             *optimizers: all that will step on the gradients; needed with a scaler.
             loss_scale: what the loss was multiplied by, for loops without a scaler.
+            weight: what the micro-step weighs in the window of `accumulate`: how many tokens the
+                loss is a mean over, say. One by default.
 
         Returns:
             What happened. Where ``ready`` is false there is nothing to step with.
@@ -143,29 +169,104 @@ class Pipeline:
             ValueError: if the chain has an `unscale` and there is no loss scale, or the reverse; if
                 the optimizers do not own just the parameters that have a gradient.
             RankMismatchError: if another rank failed, or ranks disagree.
+            NeverFiniteError: after more than `max_skips` bad steps in a row, on all ranks.
         """
+        self._check_group()
+        try:
+            self._check_frozen()
+            extra = self._loss_scale(optimizers, loss_scale)
+            if weight is not None:
+                if not self._windowed:
+                    raise ValueError("weight is given and the chain has no accumulate()")
+                extra["weight"] = weight
+        except Exception as error:
+            self._engine.fail(error)
+            raise
+        self._look_for_bad()
+        outcome = self._engine.step(self._gradients(), **extra)
+        return self._report(outcome, optimizers)
+
+    def flush(self, *optimizers: torch.optim.Optimizer) -> Iterator[SyncReport]:
+        """Brings out what is held back: the window of `accumulate` so far, and delayed results.
+
+        Call it on all ranks at the end of an epoch, before evaluating and saving, and step with
+        each report that is ready::
+
+            for report in pipe.flush(optimizer):
+                if report.ready:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        The ranks may have come to it with unequal numbers of micro-steps.
+
+        Args:
+            *optimizers: as for `sync`.
+
+        Yields:
+            A report for each result; none, if there is nothing to bring out on any rank.
+        """
+        if not self._windowed and not self.tx.delay:
+            return
+        self._check_group()
+        pending = True
+        while pending:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            outcome = self._engine.flush()
+            pending = self._engine.pending
+            if outcome.ready or outcome.skipped:
+                yield self._report(outcome, optimizers)
+
+    def close(self) -> None:
+        """Ends the thread of a delayed exchange; `flush` first, or what is queued is lost."""
+        self._engine.close()
+
+    def _check_group(self) -> None:
         if self.tx.exchange is not None and self.tx.exchange.group is not self._group:
             raise RuntimeError(
                 "the process group is another one than when the Pipeline was built: build it after "
                 "torch.distributed.init_process_group, so that parameters start equal"
             )
-        sent = self._group.sent
-        context = self.tx.context(self._state)
-        with telling_others(self.tx, self._state, context):
-            self._check_frozen()
-            extra = self._loss_scale(optimizers, loss_scale)
-        with torch.no_grad():
-            gradients = self._gradients()
-            updates, self._state = self.tx.update(gradients, self._state, self._tree, **extra)
-        written = self._write(flatten(updates)[0])
-        skipped = not bool(self._state.last_finite)
-        if self._scaler is not None and self._scaler.enabled:
-            self._scaler.record(optimizers, skipped=skipped)
+
+    @property
+    def _windowed(self) -> bool:
+        return any(stage.kind is Kind.ACCUMULATE for stage in self.tx.stages)
+
+    def _report(self, outcome: Outcome, optimizers: Sequence[torch.optim.Optimizer]) -> SyncReport:
+        """Writes what a step gave, and says so."""
+        written = outcome.updates is not None and self._write(flatten(outcome.updates)[0])
+        decided = outcome.ready or outcome.skipped
+        if decided and self._scaler is not None and self._scaler.enabled:
+            self._scaler.record(optimizers, skipped=outcome.skipped, left_out=outcome.left_out)
+        if decided:
+            self._count_skips(outcome.skipped)
+        dense = 2 * (self._group.size - 1) * 4 * self._values // self._group.size
         return SyncReport(
-            ready=written and not skipped,
-            skipped=skipped,
-            wire_bytes=self._group.sent - sent,
-            dense_bytes=2 * (self._group.size - 1) * 4 * self._values // self._group.size,
+            ready=written and outcome.ready,
+            skipped=outcome.skipped,
+            wire_bytes=outcome.sent,
+            dense_bytes=dense if decided or not self._windowed else 0,
+        )
+
+    def _look_for_bad(self) -> None:
+        """Keeps in mind, while steps are skipped, which gradients are never finite."""
+        if not self._skips:
+            self._never_finite = None
+            return
+        with_gradient = ((k, p.grad) for k, p in self._parameters.items() if p.grad is not None)
+        bad = {path for path, grad in with_gradient if not bool(grad.isfinite().all())}
+        self._never_finite = bad if self._never_finite is None else self._never_finite & bad
+
+    def _count_skips(self, skipped: bool) -> None:
+        self._skips = self._skips + 1 if skipped else 0
+        if self._max_skips is None or self._skips <= self._max_skips:
+            return
+        found = sorted(self._never_finite or ())
+        here = ", ".join(map(repr, found[:5])) or "none on this rank"
+        raise NeverFiniteError(
+            f"{self._skips} steps in a row were skipped; gradients that were finite in none of "
+            f"them: {here}. A smaller loss scale does not help: look for an infinity or a NaN in "
+            "the loss or the model"
         )
 
     def sync_buffers(self) -> None:
@@ -199,7 +300,7 @@ class Pipeline:
         """
         return {
             **self._identity(),
-            "state": flatten_state(self._state),
+            "state": flatten_state(self._engine.state),
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -228,17 +329,26 @@ class Pipeline:
                 raise ValueError(
                     f"this state_dict has {name} {state_dict.get(name)!r}: expected {here[name]!r}"
                 )
-        self._state = restore_state(self._state, state_dict["state"])
+        self._engine.state = restore_state(self._engine.state, state_dict["state"])
 
     @property
     def state(self) -> Any:
         """The chain's state, a pytree."""
-        return self._state
+        return self._engine.state
 
     def _check_scaler(self) -> None:
-        if self._scaler is None or not self._scaler.enabled:
+        own = _dynamic(self.tx)
+        scaled = self._scaler is not None and self._scaler.enabled
+        if self.tx.delay and (scaled or own is not None):
+            raise ValueError(
+                f"{'a GradScaler is given' if scaled else f'the chain has {own}'} and results are "
+                f"delayed by {self.tx.delay} steps: whether the loss scale has to fall would be "
+                "known too late; write allreduce() without delayed(), or train in bfloat16, which "
+                "needs no loss scale"
+            )
+        if not scaled:
             return
-        if (own := _dynamic(self.tx)) is not None:
+        if own is not None:
             raise ValueError(
                 f"a GradScaler is given and the chain has {own}: two loss scales; leave the scaler "
                 "out and multiply the loss by pipe.state.loss_scale, or write unscale()"
@@ -292,7 +402,12 @@ class Pipeline:
             )
 
     def _gradients(self) -> PyTree:
-        grads = [p if p is None else p.grad for p in map(self._parameters.get, self._paths)]
+        found = [self._parameters.get(path) for path in self._paths]
+        grads = [None if p is None else p.grad for p in found]
+        if self.tx.delay:
+            # They are used in the background, while the next backward pass runs.
+            for parameter in self._parameters.values():
+                parameter.grad = None
         return unflatten(self._treespec, grads)
 
     @torch.no_grad()

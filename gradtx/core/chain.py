@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -199,6 +199,28 @@ class Chain(Transformation):
         take = partial(self._taken, updates, state, params, extra)
         return _branched(take, list(unknown.items()), {})
 
+    @property
+    def delay(self) -> int:
+        """By how many steps results come later than their gradients."""
+        return sum(part.steps for part in self.core if isinstance(part, Delaying))
+
+    @property
+    def before_delay(self) -> tuple[Transformation, ...]:
+        """What stands before a delayed exchange, as it was written.
+
+        Raises:
+            TypeError: if it was written as the combinators that a chain resolves to.
+        """
+        for i, part in enumerate(self.transformations):
+            if isinstance(part, Delaying):
+                before = (*self.transformations[:i], *part.parts[:-1])
+                if any(isinstance(inner, (Gate, Enclosing)) for inner in part.parts):
+                    raise TypeError(
+                        f"{part.code()}: write what stands before the delay as stages of the chain"
+                    )
+                return before
+        return self.transformations
+
     def flush(self, state: ChainState, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         """Ends a window of `accumulate` early: a step with what has been accumulated so far.
 
@@ -299,6 +321,12 @@ def _check_state(tx: Chain, state: Any) -> None:
             f"this is no state of {tx.code()}: got {type(state).__name__}; "
             "give update what init or the last update of the same chain has returned"
         )
+
+
+def fail(tx: Chain, state: ChainState, error: Exception) -> None:
+    """Tells the other ranks that this one will not come to the next exchange, and why."""
+    with suppress(type(error)), telling_others(tx, state, tx.context(state)):
+        raise error
 
 
 @contextmanager

@@ -44,5 +44,9 @@ class ChainOrderError(ValueError):
         return type(self), (str(self), self.violations, None)
 
 
+class NeverFiniteError(FloatingPointError):
+    """Raised when so many steps in a row are bad that waiting for a good one makes no sense."""
+
+
 class RankMismatchError(RuntimeError):
     """Ranks disagree (other chain, other parameters, other step), or another rank failed."""

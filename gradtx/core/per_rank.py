@@ -1,8 +1,9 @@
 """State that differs between ranks, such as residuals.
 
 A state says so by its property ``per_rank``, the names of those fields; each is a tree like the
-parameters, or an array with an axis. Where all ranks are devices of one program, such a leaf is laid out over all of
-them along its first axis, and so needs one: a leaf of shape ``[]`` is kept as ``[1]``.
+parameters, or an array with an axis. Where all ranks are devices of one program, such a leaf is
+laid out over all of them along its first axis, and so needs one: a leaf of shape ``[]`` is kept as
+``[1]``.
 """
 
 from __future__ import annotations

@@ -301,6 +301,10 @@ class Exchange(Transformation):
         """The ranks it talks to over torch.distributed."""
         raise NotImplementedError
 
+    def over(self, group: Any) -> Exchange:
+        """The same exchange among the same ranks, over another group."""
+        raise NotImplementedError
+
     def check_local(self, leaves: Mapping[str, Array]) -> None:
         """Refuses gradients, by path, that are known not to be those of one rank alone."""
 

@@ -133,6 +133,10 @@ class Allreduce(Exchange):
         """The ranks it talks to over torch.distributed."""
         return find_group(self._given)
 
+    def over(self, group: Group) -> Allreduce:
+        """The same exchange among the same ranks, over another group."""
+        return Allreduce(group, self.axis_name, self._op, self._algorithm)
+
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number and how many there are, for the arrays of a step."""
         on_jax = any(not isinstance(x, torch.Tensor) for x in arrays)

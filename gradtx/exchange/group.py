@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -64,6 +65,13 @@ class Group:
             self.sent += (self.size - 1) * buffer.numel() * buffer.element_size()
         return self._broadcast(buffer) if self.size > 1 else buffer
 
+    def sibling(self) -> Group:
+        """Another group of the same ranks, whose messages do not mix with those of this one.
+
+        All ranks call it, in the same order.
+        """
+        return Group()
+
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [message]
 
@@ -93,6 +101,20 @@ class ProcessGroup(Group):
     def _group(self) -> dist.ProcessGroup | None:
         return self._reference()
 
+    def sibling(self) -> Group:
+        """Another process group of the same ranks, backend and time-out."""
+        group = self._group
+        own = dist.group.WORLD if group is None else group
+        ranks = dist.get_process_group_ranks(own)
+        whole = len(ranks) == dist.get_world_size()
+        made = dist.new_group(
+            ranks,
+            timeout=_timeout(own),
+            backend=self._backend,
+            use_local_synchronization=not whole,
+        )
+        return ProcessGroup(made)
+
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the backend can send it; a mixed backend sends it from where it is."""
         if self._backend == "nccl":
@@ -120,6 +142,16 @@ class ProcessGroup(Group):
         return own.to(buffer.device)
 
 
+def _timeout(group: Any) -> timedelta | None:
+    """How long a process group waits for a rank, as far as it tells."""
+    try:
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        found: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found
+
+
 class Hub:
     """What the threads of a `ThreadGroup` share.
 
@@ -135,12 +167,23 @@ class Hub:
         self._rounds: dict[int, dict[int, torch.Tensor]] = {}
         self._next = [0] * size
         self._left: set[int] = set()
+        self._siblings: list[Hub] = []
 
     def leave(self, rank: int) -> None:
         """Says that a rank has ended: whoever waits for it from now on waits no longer."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
+            siblings = list(self._siblings)
+        for hub in siblings:
+            hub.leave(rank)
+
+    def sibling(self, number: int) -> Hub:
+        """A hub for the same threads: the same one for the same number."""
+        with self._changed:
+            while len(self._siblings) <= number:
+                self._siblings.append(Hub(self.size, self._timeout))
+            return self._siblings[number]
 
     def swap(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Hands in a tensor; gives those of all ranks, in rank order.
@@ -179,7 +222,12 @@ class ThreadGroup(Group):
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__()
         self.rank, self.size = rank, hub.size
-        self._hub = hub
+        self._hub, self._siblings = hub, 0
+
+    def sibling(self) -> Group:
+        """Another group of the same threads."""
+        self._siblings += 1
+        return ThreadGroup(self._hub.sibling(self._siblings - 1), self.rank)
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [part.clone() for part in self._hub.swap(self.rank, message.clone())]

@@ -29,6 +29,8 @@ class ScalerAdapter:
         if not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler={scaler!r}: expected a torch.amp.GradScaler")
         self._scaler = scaler
+        # With a smaller one, what is finite would be lost rather than what is not be found.
+        self._floor = min(1.0, float(scaler.get_scale()))
 
     @property
     def enabled(self) -> bool:
@@ -87,9 +89,28 @@ class ScalerAdapter:
         found = [f for o in optimizers for f in self._state(o)["found_inf_per_device"].values()]
         return 1.0, not any(bool(flag) for flag in found)
 
-    def record(self, optimizers: Iterable[torch.optim.Optimizer], *, skipped: bool) -> None:
-        """Leaves the scaler as `unscale_` does, with the verdict of all ranks."""
+    def record(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        skipped: bool,
+        left_out: bool = False,
+    ) -> None:
+        """Leaves the scaler as `unscale_` does, with the verdict of all ranks.
+
+        Args:
+            optimizers: those that will step on the gradients.
+            skipped: the step was bad on some rank. The scale will fall, but not below the floor.
+            left_out: a bad micro-step was left out of a good step: the scale falls now.
+        """
         device = self._device()
+        scale: Any = self._scaler._scale
+        backoff = self._scaler.get_backoff_factor()
+        if left_out:
+            scale.mul_(backoff).clamp_(min=self._floor)
+            self._scaler._growth_tracker.zero_()  # type: ignore[union-attr]
+        if skipped:
+            scale.clamp_(min=self._floor / backoff)
         for optimizer in optimizers:
             state = self._state(optimizer)
             found = torch.full((), float(skipped), dtype=torch.float32, device=device)

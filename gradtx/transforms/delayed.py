@@ -18,6 +18,7 @@ from gradtx.core.tree import (
     Info,
     PyTree,
     accumulation_dtype,
+    arrays_in,
     flatten,
     map_arrays,
     map_leaves,
@@ -166,7 +167,7 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
         if context.windowed or not flush:
             extra |= {"context": context} | ({"flush": flush} if context.windowed else {})
             out, inner_states = run(parts, updates, state.inner_states, params, extra)
-            came, good = _outcome(inner_states, ops)
+            came, good = outcome_of(inner_states)
             absent = told.absent or (False,) * len(context.layout.leaves)
             result = Result(map_leaves(widen, out), good, ops.flags(absent))
         moves = ops.as_flag(came) | ops.as_flag(flush and told.through)
@@ -196,14 +197,18 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
     return delayed_
 
 
-def _outcome(states: Sequence[Any], ops: Any) -> tuple[Any, Array]:
-    """Whether an exchange was made, and whether its step was taken."""
+def outcome_of(states: Sequence[Any]) -> tuple[Any, Array]:
+    """Whether an exchange was made, and whether its step was taken.
+
+    Args:
+        states: of the parts up to the exchange, after the step.
+    """
     for state in states:
         if hasattr(state, "closed"):
             return state.closed, state.ready
         if hasattr(state, "last_finite"):
             return True, state.last_finite
-    return True, ops.flag(True)
+    return True, backends.find(arrays_in(states)).flag(True)
 
 
 def _either(condition: Array, yes: PyTree, no: PyTree) -> PyTree:

@@ -1,0 +1,103 @@
+"""Jobs that run one after the other in a thread of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# How long the exit of the interpreter waits for a job that is under way, in seconds.
+_PATIENCE = 10.0
+
+
+class Job:
+    """A call that is made in the background, or has been made.
+
+    Args:
+        fn: what is called.
+    """
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn: Callable[[], Any] | None = fn
+        self._ended = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    @classmethod
+    def done(cls, value: Any) -> Job:
+        """A job that has given a value."""
+        job = cls(lambda: value)
+        job.run(None)
+        return job
+
+    def run(self, error: BaseException | None) -> BaseException | None:
+        """Makes the call, unless one before it has failed; gives the error, if there is one."""
+        fn, self._fn = self._fn, None
+        try:
+            if error is not None:
+                raise error
+            self._value = fn() if fn is not None else None
+        except BaseException as found:
+            self._error = found
+        self._ended.set()
+        return self._error
+
+    def result(self) -> Any:
+        """What the call gave, once it has ended; raises what it raised."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Background:
+    """A thread that runs jobs in the order in which they were submitted.
+
+    After one that has failed none is run: all later ones fail with its error. The thread is a
+    daemon, and the exit of the interpreter waits some seconds for it.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs,), name="gradtx exchange", daemon=True
+        )
+        self._last: Job | None = None
+        self._thread.start()
+        # Also when the interpreter exits, while threads still run.
+        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread)
+
+    def submit(self, fn: Callable[[], Any]) -> Job:
+        """Begins a job.
+
+        Raises:
+            RuntimeError: if the thread has been closed.
+        """
+        if not self._finalizer.alive:
+            raise RuntimeError("the Pipeline has been closed")
+        job = self._last = Job(fn)
+        self._jobs.put(job)
+        return job
+
+    def wait(self) -> None:
+        """Waits until all jobs have ended; raises what one of them raised."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Waits for the job that is under way, some seconds at most, and ends the thread."""
+        self._finalizer()
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    error: BaseException | None = None
+    while (job := jobs.get()) is not None:
+        error = job.run(error)
+        del job
+
+
+def _stop(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    thread.join(_PATIENCE)
