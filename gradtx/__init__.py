@@ -49,6 +49,7 @@ from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.accumulate import accumulate
 from gradtx.transforms.delayed import delayed
 from gradtx.transforms.loss_scale import dynamic_loss_scale
+from gradtx.transforms.master_weights import master_weights
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
 
@@ -93,6 +94,7 @@ __all__ = [
     "is_bias",
     "is_matrix",
     "masked",
+    "master_weights",
     "min_size",
     "momentum_correction",
     "natural",

@@ -13,6 +13,7 @@ from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import flatten_state, restore_state
 from gradtx.core.arguments import check_whole
 from gradtx.core.chain import Chain
+from gradtx.core.combinators import BareEnclosing
 from gradtx.core.errors import ChainOrderError, NeverFiniteError, RankMismatchError
 from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind, Stage
@@ -26,11 +27,14 @@ from gradtx.core.tree import (
     keeps_running_statistics,
     parameters_of,
     unflatten,
+    widen,
 )
 from gradtx.engine import Direct, Outcome, Overlapped
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
+from gradtx.masters import Masters
+from gradtx.transforms.master_weights import STAGE as MASTER_WEIGHTS
 from gradtx.transforms.unscale import unscale
 
 Tensors = dict[str, torch.Tensor]
@@ -114,13 +118,21 @@ class Pipeline:
         if self._group.size > 1:
             agree(self._group, self._replicas(), 0)
             _broadcast(self._group, list(self._replicated().values()))
+        self._masters = Masters(self._parameters if self._with_masters else {})
         # Now that all ranks come: it may make a process group.
         engine = Overlapped if self.tx.delay else Direct
-        self._engine: Direct | Overlapped = engine(self.tx, self._group, self._tree, state)
+        self._engine: Direct | Overlapped = engine(self._run, self._group, self._tree, state)
 
     def _prepare(self, tx: Any, model: Any, scaler: Any) -> Any:
         """All of the construction that one rank does alone, and may fail in; the first state."""
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
+        self._with_masters = (
+            bool(self.tx.transformations[-1:])
+            and isinstance(self.tx.transformations[-1], BareEnclosing)
+            and self.tx.transformations[-1].stage == MASTER_WEIGHTS
+        )
+        # What a torch optimizer is to step on is no business of the chain.
+        self._run = Chain(self.tx.transformations[:-1]) if self._with_masters else self.tx
         if self.tx.exchange is not None:
             if self.tx.exchange.one_program:
                 raise TypeError(
@@ -140,7 +152,7 @@ class Pipeline:
         named = zip(self._paths, leaves, strict=True)
         self._parameters: Tensors = {path: leaf for path, leaf in named if leaf is not None}
         _refuse_shared(self._parameters)
-        state = self.tx.init(self._tree, info)
+        state = self._run.init(self._tree, info)
         self._values = sum(p.numel() for p in self._parameters.values())
         return state
 
@@ -174,6 +186,8 @@ class Pipeline:
         self._check_group()
         try:
             self._check_frozen()
+            if self._with_masters:
+                self._masters.attach(optimizers)
             extra = self._loss_scale(optimizers, loss_scale)
             if weight is not None:
                 if not self._windowed:
@@ -210,7 +224,7 @@ class Pipeline:
         self._check_group()
         pending = True
         while pending:
-            for parameter in self._parameters.values():
+            for parameter in (*self._parameters.values(), *self._masters.parameters.values()):
                 parameter.grad = None
             outcome = self._engine.flush()
             pending = self._engine.pending
@@ -269,6 +283,15 @@ class Pipeline:
             "the loss or the model"
         )
 
+    def parameters(self) -> list[torch.Tensor]:
+        """What the optimizer is to step on.
+
+        The model's parameters; with `master_weights` at the end of the chain, FP32 copies of those
+        in 16 bits. What an optimizer that is given to `sync` makes of the copies is rounded into
+        the model, after each of its steps.
+        """
+        return [self._masters.parameters.get(path, p) for path, p in self._parameters.items()]
+
     def sync_buffers(self) -> None:
         """Makes the buffers of the module the same on all ranks.
 
@@ -301,6 +324,7 @@ class Pipeline:
         return {
             **self._identity(),
             "state": flatten_state(self._engine.state),
+            **({"masters": self._masters.state_dict()} if self._with_masters else {}),
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -329,7 +353,10 @@ class Pipeline:
                 raise ValueError(
                     f"this state_dict has {name} {state_dict.get(name)!r}: expected {here[name]!r}"
                 )
-        self._engine.state = restore_state(self._engine.state, state_dict["state"])
+        restored = restore_state(self._engine.state, state_dict["state"])
+        if self._with_masters:
+            self._masters.load_state_dict(state_dict.get("masters"))
+        self._engine.state = restored
 
     @property
     def state(self) -> Any:
@@ -364,7 +391,9 @@ class Pipeline:
         if scaler is not None and scaler.enabled:
             if given is not None:
                 raise ValueError("the loss scale is the scaler's: leave loss_scale out")
-            scale, finite = scaler.loss_scale(optimizers, self._parameters)
+            scale, finite = scaler.loss_scale(
+                optimizers, self._parameters | self._masters.parameters
+            )
             return {"loss_scale": scale} if finite else {"loss_scale": scale, "finite": flag(False)}
         if (own := _dynamic(self.tx)) is not None:
             if given is not None:
@@ -404,8 +433,12 @@ class Pipeline:
     def _gradients(self) -> PyTree:
         found = [self._parameters.get(path) for path in self._paths]
         grads = [None if p is None else p.grad for p in found]
-        if self.tx.delay:
-            # They are used in the background, while the next backward pass runs.
+        if self._with_masters:
+            # What is given in FP32 comes out in FP32.
+            grads = [None if g is None else widen(g) for g in grads]
+        if self.tx.delay or self._with_masters:
+            # They are used in the background, while the next backward pass runs; or the optimizer
+            # clears those of the copies only.
             for parameter in self._parameters.values():
                 parameter.grad = None
         return unflatten(self._treespec, grads)
@@ -415,7 +448,7 @@ class Pipeline:
         for path, update in zip(self._paths, updates, strict=True):
             if update is None:
                 continue
-            parameter = self._parameters[path]
+            parameter = self._masters.parameters.get(path, self._parameters[path])
             if parameter.grad is None:
                 parameter.grad = update.to(parameter.dtype).clone()
             else:

@@ -315,6 +315,11 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     return found
 
 
+def blank(fn: Callable[[], Any]) -> Any:
+    """Zeros of the structure, shapes and dtypes that `fn` gives."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn))
+
+
 def nearest(value: Array, values: Sequence[float]) -> Array:
     """The position of a 0-d value among `values`, of the nearest one if need be; 0-d int32."""
     return jnp.argmin(jnp.abs(jnp.asarray(values) - value)).astype(jnp.int32)

@@ -157,7 +157,10 @@ class Chain(Transformation):
             code=code,
         )
         self.shared_code = self.code(local=False)
-        self._holds_back = any(isinstance(part, (Delaying, Enclosing)) for part in self.core)
+        self._holds_back = any(
+            isinstance(part, Delaying) or (isinstance(part, Enclosing) and isinstance(part, Gate))
+            for part in self.core
+        )
         self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
@@ -540,19 +543,19 @@ def _delayed(parts: list[Transformation]) -> tuple[Transformation, ...]:
         if not delayed or delayed[-1].stage.kind is not Kind.EXCHANGE:
             continue  # Out of order: it raises when it is used.
         if part.steps == 0:
-            return _enclosed([*parts[:i], *delayed, *parts[end:]])
-        behind = _enclosed(parts[end:])
-        front = part.around(_enclosed([*parts[:i], *delayed]))
+            return _delayed([*parts[:i], *delayed, *parts[end:]])
+        behind = tuple(_enclosed(parts[end:]))
+        front = part.around(_gated(_enclosed([*parts[:i], *delayed])))
         return (front, gate(behind)) if behind else (front,)
-    return _enclosed(parts)
+    return _gated(_enclosed(parts))
 
 
-def _enclosed(parts: list[Transformation]) -> tuple[Transformation, ...]:
+def _enclosed(parts: list[Transformation]) -> list[Transformation]:
     """The parts, with those that take hold of everything to their right around it."""
     for i, part in enumerate(parts):
         if isinstance(part, Enclosing):
-            return _gated([*parts[:i], part.around(parts[i + 1 :])])
-    return _gated(parts)
+            return [*parts[:i], part.around(_enclosed(parts[i + 1 :]))]
+    return parts
 
 
 def _gated(parts: list[Transformation]) -> tuple[Transformation, ...]:

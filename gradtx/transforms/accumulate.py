@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -218,15 +218,15 @@ def _window(
             # Whether a leaf has been there in the window is not known: so it stays.
             context.progress.absent = ()
         end = partial(_end, held, state, params, extra, context, n, mean, shares, on_bad, flush)
+        blank = ops.blank(lambda: end()[0]) if ops.TRACES and context.alone else None
+        middle = partial(_middle, state, blank)
         count = ops.concrete(state.count)
         # Ranks that are processes cannot see whether others have brought anything: all come.
         collective = flush and exchanges and not ops.TRACES
         if count is not None:
-            return end() if collective or (flush and count) or count >= n else _middle(state, end)
+            return end() if collective or (flush and count) or count >= n else middle()
         closes = (state.count > 0) if flush else (state.count >= n)
-        found: tuple[PyTree, AccumulateState] = ops.switch(
-            ops.cast(closes, "int32"), [partial(_middle, state, end), end]
-        )
+        found: tuple[PyTree, AccumulateState] = ops.switch(ops.cast(closes, "int32"), [middle, end])
         return found
 
     def code(local: bool) -> str:
@@ -339,13 +339,13 @@ def _absorbed(
     )
 
 
-def _middle(
-    state: AccumulateState, end: Callable[[], tuple[PyTree, AccumulateState]]
-) -> tuple[PyTree, AccumulateState]:
-    """Nothing to step with yet."""
+def _middle(state: AccumulateState, blank: PyTree | None) -> tuple[PyTree, AccumulateState]:
+    """Nothing to step with yet: zeros, of another form if there is one given."""
     no = backends.of(state.count).flag(False)
     kept = state._replace(closed=no, ready=no, waiting=no)
-    return map_leaves(lambda x: backends.of(x).zeros_like(x), state.total), kept
+    if blank is None:
+        blank = map_leaves(lambda x: backends.of(x).zeros_like(x), state.total)
+    return blank, kept
 
 
 def _end(
