@@ -43,6 +43,7 @@ from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.select import filter_params, skip_bn
+from gradtx.transforms.staleness import delayed_learning_rate, stable_learning_rate
 from gradtx.transforms.unscale import unscale
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "chain",
     "compressor",
     "declare",
+    "delayed_learning_rate",
     "dynamic_loss_scale",
     "ef",
     "error_feedback",
@@ -96,6 +98,7 @@ __all__ = [
     "sign",
     "sign_quantize",
     "skip_bn",
+    "stable_learning_rate",
     "ternary",
     "threshold",
     "to_jax",
