@@ -42,6 +42,7 @@ from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.loss_scale import dynamic_loss_scale
+from gradtx.transforms.scale import scale, scale_by_schedule
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.staleness import delayed_learning_rate, stable_learning_rate
 from gradtx.transforms.unscale import unscale
@@ -95,6 +96,8 @@ __all__ = [
     "random_compressor",
     "random_k",
     "register_payload",
+    "scale",
+    "scale_by_schedule",
     "sign",
     "sign_quantize",
     "skip_bn",
