@@ -46,6 +46,7 @@ from gradtx.transforms.scale import scale, scale_by_schedule
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.staleness import delayed_learning_rate, stable_learning_rate
 from gradtx.transforms.unscale import unscale
+from gradtx.transforms.weight_decay import add_decayed_weights
 
 __all__ = [
     "Argument",
@@ -69,6 +70,7 @@ __all__ = [
     "SyncReport",
     "Transformation",
     "Violation",
+    "add_decayed_weights",
     "allreduce",
     "apply_if_finite",
     "cast",
