@@ -41,6 +41,7 @@ from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
+from gradtx.transforms.clip import clip_by_global_norm, clip_by_local_norm
 from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.scale import scale, scale_by_schedule
 from gradtx.transforms.select import filter_params, skip_bn
@@ -75,6 +76,8 @@ __all__ = [
     "apply_if_finite",
     "cast",
     "chain",
+    "clip_by_global_norm",
+    "clip_by_local_norm",
     "compressor",
     "declare",
     "delayed_learning_rate",

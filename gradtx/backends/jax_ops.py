@@ -291,8 +291,8 @@ def clip_by_norm(
 ) -> list[Array]:
     """The leaves times ``limit / max(norm, limit)``, with the norm of all of them together.
 
-    Neither a square nor the norm overflows; leaves of zeros stay so, and what is not finite is
-    handed on.
+    Neither a square nor the norm overflows, and leaves of zeros stay so. If a value is not finite,
+    all are NaN.
 
     Args:
         leaves: FP32 or FP64.
@@ -300,8 +300,9 @@ def clip_by_norm(
         axes: for each leaf, the axes of the mesh along which other devices hold other parts of it.
     """
     norm, scale = _scaled_norm(leaves, axes)
-    over = norm > limit * scale
-    scale, factor = jnp.where(over, scale, 1.0), jnp.where(over, limit / norm, 1.0)
+    norm = norm + (norm - norm)  # NaN for infinity.
+    within = norm <= limit * scale
+    scale, factor = jnp.where(within, 1.0, scale), jnp.where(within, 1.0, limit / norm)
     return [x * scale.astype(x.dtype) * factor.astype(x.dtype) for x in leaves]
 
 

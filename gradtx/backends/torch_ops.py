@@ -280,7 +280,7 @@ def clip_by_norm(
 ) -> list[torch.Tensor]:
     """The leaves times ``limit / max(norm, limit)``, with the norm of all of them together.
 
-    No square of FP32 overflows; leaves of zeros stay so, and what is not finite is handed on.
+    No square of FP32 overflows, and leaves of zeros stay so. If a value is not finite, all are NaN.
 
     Args:
         leaves: FP32 or FP64.
@@ -288,7 +288,9 @@ def clip_by_norm(
         axes: there for the signature of the JAX side.
     """
     del axes
-    coefficient = (limit / total_norm(leaves)).clamp(max=1.0)
+    norm = total_norm(leaves)
+    norm = norm + (norm - norm)  # NaN for infinity.
+    coefficient = (limit / norm).clamp(max=1.0)
     return [x * coefficient.to(x.device, x.dtype) for x in leaves]
 
 
