@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 optax = pytest.importorskip("optax")
 
-from meshes import over_axis  # noqa: E402
+from meshes import OnMesh, over_axis  # noqa: E402
 
 P = jax.sharding.PartitionSpec
 SHAPES = {"b": (3,), "empty": (0, 2), "s": (), "w": (6, 5)}
@@ -160,6 +160,26 @@ def test_laws_of_a_schedule():
     tx = gx.chain(gx.unscale(), gx.scale_by_schedule(lambda step: 1.0 / (1 + step)), gx.allreduce())
     laws = ["L1", "L4", "L5", "L8"]
     check_laws(over_axis(tx), ranks=(2,), steps=1, params={"w": torch.zeros(3, 4)}, laws=laws)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_on_a_mesh_all_devices_clip_and_count_alike(check_vma):
+    tx = gx.chain(
+        gx.unscale(),
+        gx.allreduce(axis_name="data"),
+        gx.clip_by_global_norm(1.0),
+        gx.scale_by_schedule(lambda step: 1.0 / (1.0 + step)),
+        gx.masked(gx.scale(-1.0), gx.is_matrix),
+    )
+    mesh = OnMesh(tx, drawn(0), 2, check_vma=check_vma)
+    for number in range(3):
+        ranks = [drawn(10 * number + rank) for rank in range(2)]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ranks)
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / 2, *ranks)
+        norm = np.sqrt(sum(float(jnp.square(x).sum()) for x in jax.tree.leaves(mean)))
+        expected = {k: x / norm / (1 + number) for k, x in mean.items()}
+        expected |= {k: -x for k, x in expected.items() if x.ndim > 1}
+        close(mesh.step(stacked), expected, rtol=1e-5)
 
 
 # Of a model on a mesh of two replicas by two shards: one leaf is spread over the shards, the other
