@@ -47,11 +47,15 @@ from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.transforms.accumulate import accumulate
+from gradtx.transforms.clip import clip_by_global_norm, clip_by_local_norm
 from gradtx.transforms.delayed import delayed
 from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.master_weights import master_weights
+from gradtx.transforms.scale import scale, scale_by_schedule
 from gradtx.transforms.select import filter_params, skip_bn
+from gradtx.transforms.staleness import delayed_learning_rate, stable_learning_rate
 from gradtx.transforms.unscale import unscale
+from gradtx.transforms.weight_decay import add_decayed_weights
 
 __all__ = [
     "Argument",
@@ -77,13 +81,17 @@ __all__ = [
     "Transformation",
     "Violation",
     "accumulate",
+    "add_decayed_weights",
     "allreduce",
     "apply_if_finite",
     "cast",
     "chain",
+    "clip_by_global_norm",
+    "clip_by_local_norm",
     "compressor",
     "declare",
     "delayed",
+    "delayed_learning_rate",
     "dynamic_loss_scale",
     "ef",
     "error_feedback",
@@ -105,9 +113,12 @@ __all__ = [
     "random_compressor",
     "random_k",
     "register_payload",
+    "scale",
+    "scale_by_schedule",
     "sign",
     "sign_quantize",
     "skip_bn",
+    "stable_learning_rate",
     "ternary",
     "threshold",
     "to_jax",

@@ -14,6 +14,7 @@ from witness import (
     FOREIGN,
     OPEN,
     PARAMS,
+    TRANSFORMS,
     built,
     check_suggestion,
     lawless,
@@ -25,15 +26,22 @@ from witness import (
 )
 
 ALONE = [(name, ("unscale", "skip_bn", name, "ef", "allreduce")) for name in COMPRESSORS | OPEN]
-ALONE += [(name, ("unscale", name, "topk", "ef", "allreduce")) for name in FOREIGN]
+ALONE += [(name, ("unscale", name, "topk", "ef", "allreduce")) for name in FOREIGN | TRANSFORMS]
 ALONE += [
     ("momentum_correction", ("unscale", "skip_bn", name, "momentum_correction", "allreduce"))
     for name in ("topk", "sign", "powersgd")
 ]
 ALONE += [("momentum_correction", ("unscale", "topk", "ef", "momentum_correction", "allreduce"))]
+PAIRED = dict.fromkeys(
+    (
+        *itertools.combinations([*COMPRESSORS, *OPEN, *FOREIGN], 2),
+        *itertools.combinations([*FOREIGN, *TRANSFORMS], 2),
+        *itertools.product(("topk", "sign", "vote"), TRANSFORMS),
+    )
+)
 PAIRS = [
     (pair, (*pair, ("ef", "momentum_correction")[number % 2], "allreduce"))
-    for number, pair in enumerate(itertools.combinations([*COMPRESSORS, *OPEN, *FOREIGN], 2))
+    for number, pair in enumerate(PAIRED)
 ]
 
 
@@ -88,6 +96,7 @@ def test_every_refused_chain_has_a_witness():
         "breaks L2",
         "breaks L3",
         "breaks L5",
+        "breaks L9",
         "a bad step shows",
         "depends on the loss scale",
         "ranks part",
@@ -107,11 +116,16 @@ def test_accepted_stages_are_pure_and_keep_the_laws_on_three_ranks():
 
 
 def test_no_stage_of_an_accepted_chain_can_go():
-    """But for a filter that is there twice, and for what changes no sign before a vote."""
+    """But for a filter or clip that is there twice, and for what changes no sign before a vote."""
+    clips = ("clip_global", "clip_local")
     for names in ACCEPTED:
         i = superfluous_stage(names)
-        repeated = names.count("skip_bn") > 1 and names[i or 0] == "skip_bn"
-        before_vote = "vote" in names and names[i or 0] in ("unscale", *FOREIGN)
+        name = names[i or 0]
+        repeated = any(
+            name in same and sum(other in same for other in names) > 1
+            for same in (("skip_bn",), clips)
+        )
+        before_vote = "vote" in names and name in ("unscale", *FOREIGN, *clips)
         assert i is None or repeated or before_vote, names
         assert useless_compressor(names) is None, names
 

@@ -217,6 +217,18 @@ def test_longer_chain_keeps_the_laws(tx, params, seed, ranks):
 
 
 @settings(max_examples=20)
+@given(
+    tx=gs.chains(valid=True, max_stages=8, dense=True),
+    params=gs.params().map(lambda tree: map_leaves(lambda leaf: leaf + 0.75, tree)),
+    seed=st.integers(0, 100),
+    ranks=st.sampled_from([(1,), (2,), (3,)]),
+)
+def test_longer_chain_with_clips_scales_and_weight_decay_keeps_the_laws(tx, params, seed, ranks):
+    laws = ["L0", "L1", "L2", "L3", "L4", "L5", "L7", "L8", "L9"]
+    check_laws(tx, params=params, seed=seed, ranks=ranks, steps=3, laws=laws)
+
+
+@settings(max_examples=20)
 @given(tx=gs.chains(valid=True, exchange=True, max_stages=6), ranks=st.sampled_from([2, 3, 4]))
 def test_longer_chain_pays(tx, ranks):
     check_laws(tx, ranks=(ranks,), laws=["L10"], params={"bn": torch.zeros(2), "w": torch.zeros(9)})

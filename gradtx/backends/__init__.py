@@ -21,7 +21,17 @@ import torch
 from gradtx.backends import torch_ops
 from gradtx.backends.registry import NAMESPACE
 
-__all__ = ["find", "full_precision", "is_array", "of", "on_jax", "size", "within"]
+__all__ = [
+    "find",
+    "full_precision",
+    "is_array",
+    "is_dtensor",
+    "of",
+    "on_jax",
+    "size",
+    "torch_ops",
+    "within",
+]
 
 
 def _is_jax_array(x: Any) -> bool:
@@ -47,6 +57,12 @@ def of(x: Any) -> ModuleType:
 
         return jax_ops
     raise TypeError(f"expected a torch tensor or a JAX array, got {type(x).__name__}")
+
+
+def is_dtensor(x: Any) -> bool:
+    """Says whether `x` is a torch DTensor: a parameter that may be spread over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def size(x: Any) -> int:

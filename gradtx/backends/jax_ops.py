@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -270,14 +270,77 @@ def orthonormal(x: Array) -> Array:
 
 def total_norm(leaves: Sequence[Array]) -> Array:
     """0-d FP32 or FP64: the Euclidean norm of all leaves together; no square overflows."""
+    norm, scale = _scaled_norm(leaves, [()] * len(leaves))
+    return norm / scale
+
+
+def _scaled_norm(leaves: Sequence[Array], axes: Sequence[tuple[str, ...]]) -> tuple[Array, Array]:
+    """The norm of all leaves together times a power of two that brings it near 1, and that power.
+
+    A leaf has its other parts on the devices along its axes.
+    """
     if not leaves:
-        return jnp.zeros((), jnp.float32)
+        return jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
     dtype = dtype_name(jnp.concatenate([jnp.zeros(0, x.dtype) for x in leaves]))
-    largest = jnp.stack([jnp.abs(x).max(initial=0.0).astype(dtype) for x in leaves]).max()
-    power = jnp.clip(exponent(largest), -125, 125)
-    scale = power_of_two(-power, dtype)
+    own = [jnp.abs(x).max(initial=0.0).astype(dtype) for x in leaves]
+    largest = jnp.stack([x.max() for x in _over_axes(jax.lax.pmax, own, axes)]).max()
+    scale = power_of_two(-jnp.clip(exponent(largest), -125, 125), dtype)
     squares = [jnp.square(x.astype(dtype) * scale).sum() for x in leaves]
-    return jnp.sqrt(jnp.stack(squares).sum()) * power_of_two(power, dtype)
+    parts = [x.sum() for x in _over_axes(jax.lax.psum, squares, axes)]
+    return jnp.sqrt(jnp.stack(parts).sum()), scale
+
+
+def _over_axes(
+    reduce: Any, numbers: Sequence[Array], axes: Sequence[tuple[str, ...]]
+) -> Iterator[Array]:
+    """The numbers of leaves with the same axes, ``[n]``, reduced along those."""
+    for own in sorted(set(axes)):
+        found = jnp.stack([x for x, others in zip(numbers, axes, strict=True) if others == own])
+        yield reduce(found, own) if own else found
+
+
+def clip_by_norm(
+    leaves: Sequence[Array], limit: float, axes: Sequence[tuple[str, ...]]
+) -> list[Array]:
+    """The leaves times ``limit / max(norm, limit)``, with the norm of all of them together.
+
+    Neither a square nor the norm overflows, and leaves of zeros stay so. If a value is not finite,
+    all are NaN.
+
+    Args:
+        leaves: FP32 or FP64.
+        limit: over 0.
+        axes: for each leaf, the axes of the mesh along which other devices hold other parts of it.
+    """
+    norm, scale = _scaled_norm(leaves, axes)
+    norm = norm + (norm - norm)  # NaN for infinity.
+    within = norm <= limit * scale
+    scale, factor = jnp.where(within, 1.0, scale), jnp.where(within, 1.0, limit / norm)
+    return [x * scale.astype(x.dtype) * factor.astype(x.dtype) for x in leaves]
+
+
+def mesh_axes() -> dict[str, bool]:
+    """The axes of the mesh inside `jax.shard_map`, and whether JAX tells what varies over them."""
+    names = jax.sharding.get_abstract_mesh().manual_axes
+    return {name: name in varying_axes(jax.lax.axis_index(name)) for name in names}
+
+
+def varying_axes(x: Any) -> tuple[str, ...]:
+    """The axes that JAX knows an array to vary over; it does only under ``check_vma``."""
+    if not isinstance(x, jax.Array):
+        return ()
+    kind: Any = jax.typeof(x)
+    tracked: Any = getattr(kind, "mat", None)
+    return tuple(sorted(kind.vma if tracked is None else tracked.varying))
+
+
+def has_axis(name: str) -> bool:
+    """Whether there is an axis of that name, of a mesh or of `jax.vmap`."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def ratio(x: Array, y: Array) -> Array:

@@ -291,6 +291,42 @@ def total_norm(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def clip_by_norm(
+    leaves: Sequence[torch.Tensor], limit: float, axes: Sequence[tuple[str, ...]]
+) -> list[torch.Tensor]:
+    """The leaves times ``limit / max(norm, limit)``, with the norm of all of them together.
+
+    No square of FP32 overflows, and leaves of zeros stay so. If a value is not finite, all are NaN.
+
+    Args:
+        leaves: FP32 or FP64.
+        limit: over 0.
+        axes: there for the signature of the JAX side.
+    """
+    del axes
+    norm = total_norm(leaves)
+    norm = norm + (norm - norm)  # NaN for infinity.
+    coefficient = (limit / norm).clamp(max=1.0)
+    return [x * coefficient.to(x.device, x.dtype) for x in leaves]
+
+
+def mesh_axes() -> dict[str, bool]:
+    """None: torch tensors are on no mesh."""
+    return {}
+
+
+def varying_axes(x: Any) -> tuple[str, ...]:
+    """None: torch tensors are on no mesh."""
+    del x
+    return ()
+
+
+def has_axis(name: str) -> bool:
+    """False: torch tensors are on no mesh."""
+    del name
+    return False
+
+
 def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``x / y``."""
     return x / y

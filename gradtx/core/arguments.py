@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 
 def check_ratio(argument: str, value: Any) -> float:
     """Refuses what is no share of values.
@@ -50,6 +52,44 @@ def check_whole(argument: str, value: Any, least: int) -> None:
         raise TypeError(f"{argument}={value!r}): expected a whole number of {least} or more")
     if value < least:
         raise ValueError(f"{argument}={value!r}): expected a whole number of {least} or more")
+
+
+# What is larger is infinite in FP32.
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def check_number(argument: str, value: Any) -> float:
+    """Refuses what is no finite number.
+
+    Returns:
+        The value as a Python number.
+
+    Raises:
+        TypeError: if it is no int or float.
+        ValueError: if it is not finite in FP32.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument}={value!r}): expected a number")
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"{argument}={value!r}): expected a finite number")
+    return float(value) if isinstance(value, float) else int(value)
+
+
+def check_positive(argument: str, value: Any) -> float:
+    """Refuses what is no finite number over 0.
+
+    Returns:
+        The value as a Python number.
+
+    Raises:
+        TypeError: if it is no int or float.
+        ValueError: if it is not over 0, or not finite in FP32.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument}={value!r}): expected a number over 0")
+    if not 0 < value <= _LARGEST:
+        raise ValueError(f"{argument}={value!r}): expected a finite number over 0")
+    return check_number(argument, value)
 
 
 def count(ratio: float, n: int) -> int:

@@ -9,6 +9,7 @@ one each.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -84,9 +85,18 @@ def _held(function: Any) -> dict[str, Any]:
     owner = getattr(function, "__self__", None)
     found = {} if owner is None else dict(getattr(owner, "__dict__", {}))
     if inspect.isfunction(function):
-        found |= inspect.getclosurevars(function).nonlocals
+        found |= _closed_over(function)
     if isinstance(function, functools.partial):
         found |= {"func": function.func, "args": function.args, **function.keywords}
+    return found
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    """The variables that a function closes over, but for those that were never set."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # The cell is empty.
+            found[name] = cell.cell_contents
     return found
 
 
@@ -130,6 +140,6 @@ def _unwrapped(function: Any) -> Any:
     """The update that `optax.with_extra_args_support` has wrapped."""
     qualname = getattr(function, "__qualname__", "")
     if qualname.startswith("with_extra_args_support.") and inspect.isfunction(function):
-        inner = inspect.getclosurevars(function).nonlocals.get("tx")
+        inner = _closed_over(function).get("tx")
         return function if inner is None else _unwrapped(inner.update)
     return function

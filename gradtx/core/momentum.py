@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from gradtx.core.combinators import (
     weighed,
     zero_residual,
 )
+from gradtx.core.norms import clip_locally
 from gradtx.core.payload import decode_leaves
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Settlement, Transformation
@@ -144,11 +144,12 @@ def momentum_correction(
         absent = absent_here(leaves, context)
         velocities = leaves_like(state.velocity, updates)
         residuals = leaves_like(state.residual, updates)
-        size = 1 if context is None else context.size
-        limit = None if clip is None else clip / math.sqrt(size)
-        if limit is not None and context is not None and context.weight is not None:
-            limit = limit * context.weight
-        gradients = _clipped([leaf if leaf is None else widen(leaf) for leaf in leaves], limit)
+        if clip is None:
+            gradients = [leaf if leaf is None else widen(leaf) for leaf in leaves]
+        else:
+            weight = 1 if context is None or context.weight is None else context.weight
+            # Of nothing, which weighs nothing, any bound will do.
+            gradients = clip_locally(leaves, clip * (weight + (weight == 0)), context)
         present = [i for i, skip in enumerate(absent) if not skip]
         to_send = list(leaves)
         for i in present:
@@ -225,23 +226,6 @@ def _check(m: Any, masking: Any, clip: Any) -> None:
         raise TypeError(f"{name}(clip={clip!r}): expected a number over 0, or None")
     if not 0 < clip < math.inf or clip > sys.float_info.max:
         raise ValueError(f"{name}(clip={clip!r}): expected a number over 0, or None")
-
-
-def _clipped(gradients: Sequence[Any], limit: float | None) -> list[Any]:
-    """The gradients, scaled down together if their norm is over the limit."""
-    found = [gradient for gradient in gradients if gradient is not None]
-    if limit is None or not found:
-        return list(gradients)
-    ops = backends.of(found[0])
-    norm = ops.total_norm(found)
-    over = norm > limit
-    unit = ops.where(over, norm, 1.0)
-
-    def clipped(x: Array) -> Array:
-        shrunk = ops.ratio(x, ops.cast(unit, ops.dtype_name(x))) * limit
-        return ops.where(over, shrunk, x)
-
-    return [None if x is None else clipped(x) for x in gradients]
 
 
 def _unsent(velocity: Array, sent: Array) -> Array:

@@ -30,7 +30,14 @@ from gradtx.core.payload import Joined, Member, Payload, decode_leaves
 from gradtx.core.rules import Flow
 from gradtx.core.stage import Kind
 from gradtx.core.transformation import Transformation
-from gradtx.core.tree import PyTree, accumulation_dtype, flatten, flatten_with_paths
+from gradtx.core.tree import (
+    PyTree,
+    accumulation_dtype,
+    flatten,
+    flatten_with_paths,
+    map_leaves,
+    widen,
+)
 from gradtx.testing.trace import (
     SCALES,
     Call,
@@ -331,6 +338,51 @@ def shape(tx: Transformation, **options: Unpack[Options]) -> None:
                     raise LawViolation("L8", f"{where}: the state changed from {first} to {now}")
 
 
+def one_norm(tx: Transformation, **options: Unpack[Options]) -> None:
+    """L9: a global clip uses one coefficient on all ranks, computed from the reduced gradient.
+
+    What a `clip_by_global_norm` gives, or for one that stands before the exchange what the exchange
+    gives, is what there is without it times ``max_norm / max(norm, max_norm)``, with the norm of
+    that in FP64; on all ranks bit for bit. Fragments, in which nothing is reduced, are exempt.
+    """
+    case = Case(tx, **options)
+    named = [i for i, part in enumerate(case.parts) if part.name == "clip_by_global_norm"]
+    clips = [i for i in named if "max_norm" in case.parts[i].hyperparameters]
+    if case.exchange is None or not clips:
+        return
+    early = [i for i in clips if i < case.exchange]
+    if early:
+        parts = list(enumerate(case.parts[: case.exchange + 1]))
+        plain = [part for i, part in parts if i not in early]
+        limit = min(case.parts[i].hyperparameters["max_norm"] for i in early)
+        _check_coefficient(case, plain, [part for _, part in parts], limit)
+    for i in clips[len(early) :]:
+        limit = case.parts[i].hyperparameters["max_norm"]
+        _check_coefficient(case, case.parts[:i], case.parts[: i + 1], limit)
+
+
+def _check_coefficient(
+    case: Case,
+    plain: Sequence[Transformation],
+    clipping: Sequence[Transformation],
+    max_norm: float,
+) -> None:
+    for size in case.sizes:
+        true = [Step(tuple(map_leaves(widen, t) for t in s.gradients)) for s in case.draw(size)]
+        steps = scaled(true) if case.unscales else true
+        reduced = case.trace(Chain(plain), case.wide, steps, size)[0]
+        first, *others = case.trace(Chain(clipping), case.wide, steps, size)
+        for number in range(len(steps)):
+            where = f"on {size} ranks, step {number}: the clipped gradient"
+            given = _decoded(reduced.outputs[number])
+            coefficient = max_norm / max(_norm(given), max_norm)
+            expected = [None if x is None else x.double() * coefficient for x in given]
+            scale = _added(_zeros(case), [None if x is None else x.abs() for x in expected])
+            _same_sums(case, "L9", where, _decoded(first.outputs[number]), expected, scale)
+            for one in others:
+                _same_bits("L9", where, first.outputs[number], one.outputs[number])
+
+
 def it_pays(tx: Transformation, **options: Unpack[Options]) -> None:
     """L10: no more bytes than a dense ring all-reduce (and flags); a compressor sends fewer.
 
@@ -370,9 +422,10 @@ LAWS: Mapping[str, Callable[..., None]] = {
     "L5": bad_step_leaves_no_trace,
     "L7": purity,
     "L8": shape,
+    "L9": one_norm,
     "L10": it_pays,
 }
-"""The laws by name. L6 and L9 speak of stages that are not there yet."""
+"""The laws by name. L6 speaks of a stage that is not there yet."""
 
 
 def check_laws(

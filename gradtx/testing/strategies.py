@@ -34,8 +34,11 @@ from gradtx.core.transformation import Transformation
 from gradtx.core.tree import PyTree, flatten, unflatten
 from gradtx.exchange.allreduce import allreduce
 from gradtx.testing.trace import Step
+from gradtx.transforms.clip import clip_by_global_norm, clip_by_local_norm
+from gradtx.transforms.scale import scale, scale_by_schedule
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
+from gradtx.transforms.weight_decay import add_decayed_weights
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHAPES = ((), (0,), (1,), (3,), (8,), (2, 3), (5, 1, 2), (0, 4))
@@ -74,8 +77,25 @@ def exchanges() -> st.SearchStrategy[Transformation]:
     return st.builds(allreduce, op=st.sampled_from(("mean", "sum")), algorithm=algorithms)
 
 
+def _waning(step: Any) -> Any:
+    return 1.0 / (1.0 + step)
+
+
+def transforms() -> st.SearchStrategy[Transformation]:
+    """Clips, scales and weight decay: from dense gradients to dense gradients."""
+    norms = st.sampled_from((1e-3, 0.5, 1.0, 100.0))
+    masks = st.sampled_from((None, is_matrix, ~path_glob("*bias")))
+    return st.one_of(
+        st.builds(clip_by_global_norm, norms),
+        st.builds(clip_by_local_norm, norms),
+        st.builds(scale, st.sampled_from((-1.0, -0.1, 0.5, 3))),
+        st.just(scale_by_schedule(_waning)),
+        st.builds(add_decayed_weights, st.sampled_from((0.0, 0.01, 0.5)), masks),
+    )
+
+
 def stages() -> st.SearchStrategy[Transformation]:
-    """Any one transformation of the vocabulary."""
+    """Any one transformation of the vocabulary, but for `transforms`."""
     return st.one_of(
         st.builds(unscale),
         filters(),
@@ -87,7 +107,11 @@ def stages() -> st.SearchStrategy[Transformation]:
 
 
 def transformations(
-    valid: bool | None = None, *, exchange: bool | None = None, max_stages: int = 5
+    valid: bool | None = None,
+    *,
+    exchange: bool | None = None,
+    max_stages: int = 5,
+    dense: bool = False,
 ) -> st.SearchStrategy[List]:
     """Lists of transformations, as `chain` takes them.
 
@@ -95,27 +119,52 @@ def transformations(
         valid: whether `chain` accepts them; None for both.
         exchange: whether there is an `allreduce` among them; None for both.
         max_stages: how many there are at most.
+        dense: whether `transforms` are among them too.
 
     Returns:
         The strategy. Where `valid` is True, one error feedback is over all compressors, or all of
         them say ``feedback=False``.
     """
-    accepted, refused = _accepted(exchange, max_stages), _refused(exchange, max_stages)
+    accepted = _accepted(exchange, max_stages, dense)
+    refused = _refused(exchange, max_stages, dense)
     if valid is None:
         return st.one_of(accepted, refused)
     return accepted if valid else refused
 
 
 def chains(
-    valid: bool | None = None, *, exchange: bool | None = None, max_stages: int = 5
+    valid: bool | None = None,
+    *,
+    exchange: bool | None = None,
+    max_stages: int = 5,
+    dense: bool = False,
 ) -> st.SearchStrategy[Chain]:
     """As `transformations`, but built: with ``check=False`` unless `valid` is True."""
-    lists = transformations(valid, exchange=exchange, max_stages=max_stages)
+    lists = transformations(valid, exchange=exchange, max_stages=max_stages, dense=dense)
     return lists.map(lambda parts: chain(*parts, check=valid is True))
 
 
 @st.composite
-def _accepted(draw: st.DrawFn, exchange: bool | None, max_stages: int) -> List:
+def _accepted(draw: st.DrawFn, exchange: bool | None, max_stages: int, dense: bool) -> List:
+    if not dense:
+        return draw(_plain(exchange, max_stages))
+    room = draw(st.integers(0, max(0, max_stages - (exchange is True))))
+    parts = draw(_plain(exchange, max_stages - room))
+    for _ in range(room):
+        # Each at a place that the rules allow; none is put in where there is no such place.
+        part, places = draw(transforms()), range(len(parts) + 1)
+        tried = [[*parts[:i], part, *parts[i:]] for i in places]
+        allowed = [longer for longer in tried if _in_order(longer)]
+        parts = draw(st.sampled_from(allowed)) if allowed else parts
+    return parts
+
+
+def _in_order(parts: List) -> bool:
+    return not check([stage for part in parts for stage in part.stages])
+
+
+@st.composite
+def _plain(draw: st.DrawFn, exchange: bool | None, max_stages: int) -> List:
     exchanging = (draw(st.booleans()) if exchange is None else exchange) and max_stages > 0
     end: List = [draw(exchanges())] if exchanging else []
     room = max_stages - len(end)
@@ -141,13 +190,13 @@ def _runs(draw: st.DrawFn, room: int) -> List:
     return [*choosing, *last, *([ef()] if feedback else [])]
 
 
-def _refused(exchange: bool | None, max_stages: int) -> st.SearchStrategy[List]:
+def _refused(exchange: bool | None, max_stages: int, dense: bool) -> st.SearchStrategy[List]:
     def wanted(parts: List) -> bool:
         has = any(part.name == "allreduce" for part in parts)
-        in_order = not check([stage for part in parts for stage in part.stages])
-        return not in_order and exchange in (None, has)
+        return not _in_order(parts) and exchange in (None, has)
 
-    return st.lists(stages(), min_size=1, max_size=max_stages).filter(wanted)
+    any_stage = st.one_of(stages(), transforms()) if dense else stages()
+    return st.lists(any_stage, min_size=1, max_size=max_stages).filter(wanted)
 
 
 @st.composite
@@ -339,6 +388,7 @@ __all__ = [
     "stages",
     "topks",
     "transformations",
+    "transforms",
     "values",
     "world_sizes",
 ]

@@ -47,6 +47,10 @@ STAGES = {
     **{name: (*stages, gx.ef()) for name, stages in FED_BACK.items()},
     "momentum_correction": (gx.topk(0.1), gx.momentum_correction(0.9)),
     "momentum_correction clip": (gx.topk(0.1), gx.momentum_correction(0.9, clip=1.0)),
+    "clip_by_local_norm": (gx.clip_by_local_norm(1.0), gx.topk(0.1), gx.ef()),
+    "clip_by_global_norm": (gx.clip_by_global_norm(1.0), gx.natural()),
+    "scale": (gx.scale(-0.5), gx.natural()),
+    "add_decayed_weights": (gx.add_decayed_weights(0.1, gx.is_matrix), gx.natural()),
 }
 FRONTS = {"": (), "unscale, skip_bn": (gx.unscale(), gx.skip_bn())}
 # They take a single number on the CPU as an argument of their kernel.
@@ -91,7 +95,7 @@ def run(stages, device, before_steps):
     state = tx.init(grads)
     before_steps()
     for _ in range(3):
-        _, state = tx.update(grads, state, loss_scale=loss_scale)
+        _, state = tx.update(grads, state, grads, loss_scale=loss_scale)
 
 
 @pytest.mark.parametrize("front", FRONTS.values(), ids=FRONTS)

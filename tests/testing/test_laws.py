@@ -14,7 +14,7 @@ import torch
 
 import gradtx as gx
 from gradtx import backends
-from gradtx.core.tree import map_leaves
+from gradtx.core.tree import flatten, map_leaves
 from gradtx.exchange.group import find_group
 from gradtx.testing import LawViolation, check_laws, laws, run_ranks
 from gradtx.testing.trace import default_params
@@ -236,6 +236,58 @@ def test_l8_a_state_in_another_dtype(on):
 def test_l8_a_payload_behind_the_exchange(on):
     tx = unchecked(gx.allreduce(), gx.topk(0.5), gx.ef())
     assert "comes out compressed" in on.broken(tx, "L8")
+
+
+class Clip:
+    """As `clip_by_global_norm`, with the norm times a factor."""
+
+    def __init__(self, max_norm, factor=lambda: 1.0):
+        self.max_norm, self.factor = max_norm, factor
+
+    def init(self, params):
+        return ()
+
+    def update(self, updates, state, params=None):
+        leaves = [leaf for leaf in flatten(updates)[0] if leaf is not None]
+        norm = sum((leaf**2).sum() for leaf in leaves) ** 0.5 * self.factor()
+        ops = backends.of(leaves[0])
+        by = ops.where(norm > self.max_norm, self.max_norm / norm, 1.0)
+        return map_leaves(lambda leaf: leaf * by, updates), state
+
+
+def clip(*args, **declared):
+    return gx.declare(Clip(*args), name="clip_by_global_norm", **declared)
+
+
+def test_l9_a_norm_that_differs_between_ranks(on):
+    on.law("L9", gx.chain(gx.allreduce(), clip(0.1)), steps=1)
+    own = clip(0.1, lambda: 1.0 + on.rank())
+    assert "on 2 ranks, step 0: the clipped" in on.broken(
+        gx.chain(gx.allreduce(), own), "L9", steps=1
+    )
+
+
+def test_l9_a_norm_that_is_wrong_by_little_on_all_ranks(on):
+    wrong = clip(0.1, lambda: 1.0 + 2e-5)
+    on.broken(gx.chain(gx.allreduce(), wrong), "L9", steps=1)
+
+
+@pytest.mark.parametrize("after", [(gx.allreduce(),), (gx.topk(0.5), gx.ef(), gx.allreduce())])
+def test_l9_a_norm_of_each_rank_before_the_exchange(on, after):
+    early = gx.clip_by_global_norm(0.1)
+    on.broken(unchecked(early, *after), "L9", ranks=(2,), steps=1)
+    on.law("L9", gx.chain(*after, early), ranks=(2,), steps=1)
+
+
+def test_l9_a_second_clip(on):
+    parts = gx.clip_by_global_norm(0.1), gx.scale(3.0), gx.clip_by_global_norm(0.2)
+    on.law("L9", gx.chain(gx.unscale(), gx.allreduce(), *parts), steps=1)
+
+
+def test_l9_exempts_fragments_and_what_no_limit_is_known_of(on):
+    on.law("L9", gx.chain(clip(0.1, lambda: 2.0)))
+    unknown = stage(lambda leaf: 3 * leaf)
+    on.law("L9", gx.chain(gx.allreduce(), gx.declare(unknown, name="clip_by_global_norm")), steps=1)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def violations(parts):
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("exchange", [True, False, None])
 @settings(max_examples=60)
-@given(data=st.data(), max_stages=st.integers(2, 7))
-def test_transformations(data, valid, exchange, max_stages):
-    strategy = gs.transformations(valid, exchange=exchange, max_stages=max_stages)
+@given(data=st.data(), max_stages=st.integers(2, 7), dense=st.booleans())
+def test_transformations(data, valid, exchange, max_stages, dense):
+    strategy = gs.transformations(valid, exchange=exchange, max_stages=max_stages, dense=dense)
     parts = data.draw(strategy)
     assert (not violations(parts)) is valid
     assert len(parts) <= max_stages
@@ -63,6 +63,39 @@ def test_chains_of_both_kinds(valid):
 )
 def test_accepted_chains_are_varied(wanted):
     finds(gs.transformations(True, max_stages=8), wanted)
+
+
+DENSE = {
+    "add_decayed_weights",
+    "clip_by_global_norm",
+    "clip_by_local_norm",
+    "scale",
+    "scale_by_schedule",
+}
+
+
+def test_transforms_are_drawn_when_asked_for():
+    @settings(SEARCH, max_examples=200)
+    @given(gs.transformations())
+    def none_otherwise(parts):
+        assert not DENSE & {part.name for part in parts}
+
+    none_otherwise()
+    for name in sorted(DENSE):
+        finds(
+            gs.transformations(True, dense=True),
+            lambda parts, name=name: name in [part.name for part in parts],
+        )
+    finds(gs.transformations(False, dense=True), lambda parts: DENSE & {p.name for p in parts})
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_transforms_stand_on_both_sides_of_the_exchange(behind):
+    def wanted(parts):
+        names = [part.name for part in parts]
+        return "scale" in names and (names.index("scale") > names.index("allreduce")) is behind
+
+    finds(gs.transformations(True, exchange=True, dense=True), wanted)
 
 
 @pytest.mark.parametrize(
