@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from gradtx import backends
@@ -12,8 +13,8 @@ from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.payload import Payload, dense, register_payload
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Transformation
-from gradtx.core.tree import Array
+from gradtx.core.transformation import Context, EmptyState, Transformation
+from gradtx.core.tree import Array, PyTree
 
 
 @register_payload
@@ -108,15 +109,26 @@ def threshold(
 
 
 def _threshold(stage: Stage, tau: float, capacity: float) -> Transformation:
-    def encode(flat: Array, shape: tuple[int, ...]) -> Payload:
-        ops = backends.of(flat)
-        indices = ops.top_k(flat, count(capacity, flat.shape[-1]))
-        values = ops.take(flat, indices)
-        # Asked this way round, NaN is sent and not hidden.
-        values = ops.where(abs(values) <= tau, ops.zeros_like(values), values)
-        return Padded(values, indices, shape, ops.dtype_name(flat))
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, EmptyState]:
+        context: Context | None = extra.get("context")
+        weight = None if context is None else context.weight
+        bound = tau if weight is None else tau * weight
+        inner = compressor(stage, partial(_encode, bound, capacity))
+        out, _ = inner.step(updates, state, params, **extra)
+        return out, state
 
-    return compressor(stage, encode)
+    return Transformation(stage, None, update)
+
+
+def _encode(bound: Any, capacity: float, flat: Array, shape: tuple[int, ...]) -> Payload:
+    ops = backends.of(flat)
+    indices = ops.top_k(flat, count(capacity, flat.shape[-1]))
+    values = ops.take(flat, indices)
+    # Asked this way round, NaN is sent and not hidden.
+    values = ops.where(abs(values) <= bound, ops.zeros_like(values), values)
+    return Padded(values, indices, shape, ops.dtype_name(flat))
 
 
 def _check_tau(tau: Any) -> None:
