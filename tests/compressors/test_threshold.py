@@ -281,10 +281,10 @@ class Liar(Group):
 @pytest.mark.parametrize(
     ("told", "text"),
     [
-        ([2**62, 10], r"rank 1 has \d+ bytes to send, expected 88"),
-        ([88, 11], r"rank 1 has 88 bytes to send, expected \d+"),
-        ([88, 251], r"rank 1 has \[251\] values to send, of at most \(250,\)"),
-        ([88, -1], r"rank 1 has \[-1\] values to send"),
+        ([2**62, 10], r"rank 1 has \d+ bytes to send, expected 96"),
+        ([96, 11], r"rank 1 has 96 bytes to send, expected \d+"),
+        ([96, 251], r"rank 1 has \[251\] values to send, of at most \(250,\)"),
+        ([96, -1], r"rank 1 has \[-1\] values to send"),
     ],
 )
 def test_rank_that_tells_what_cannot_be_is_refused(told, text):
@@ -295,7 +295,7 @@ def test_rank_that_tells_what_cannot_be_is_refused(told, text):
     outgoing = Outgoing([payload], context, 2, "auto")
     header = Header(0, 0, True, False, (False,))
     message = outgoing.message(header)
-    assert message.numel() == 88
+    assert message.numel() == 96
     with pytest.raises(WireFormatError, match=text):
         exchange(Liar(told), outgoing, header, message, [])
 

@@ -115,6 +115,31 @@ ONE_RULE = [
         "needs the gradient of all ranks and stands before allreduce()",
         "put clip_by_global_norm(max_norm=1.0) behind allreduce()",
     ),
+    (
+        "GX501",
+        (0, 1),
+        [gx.allreduce(), gx.accumulate(2)],
+        "accumulate(2) stands to the right of allreduce()",
+        "put accumulate(2) before allreduce()",
+    ),
+    ("GX501", (0, 1), [clip, gx.accumulate(2)], "acts on every micro-step", "before clip("),
+    ("GX501", (0, 1), [momentum, gx.accumulate(2)], "once a window", "before momentum("),
+    ("GX501", (0, 1), [gx.accumulate(2), gx.accumulate(3)], "of accumulate(2)", "accumulate(3)"),
+    (
+        "GX502",
+        (0,),
+        [gx.delayed(steps=1), clip, gx.allreduce()],
+        "delayed(steps=1) has no exchange directly to its right",
+        "directly before allreduce()",
+    ),
+    ("GX502", (1,), [gx.allreduce(), gx.delayed(steps=1)], "no exchange", "before allreduce()"),
+    (
+        "GX502",
+        (0,),
+        [gx.delayed(steps=1), gx.delayed(steps=1), gx.allreduce()],
+        "no exchange directly",
+        "before allreduce()",
+    ),
 ]
 
 
@@ -165,6 +190,17 @@ def test_check_false_builds_it_all_the_same(row):
         [gx.skip_bn(), gx.filter_params(gx.is_matrix), gx.topk(0.5), gx.sign(), gx.ef()],
         [gx.error_feedback(gx.topk(0.5)), gx.allreduce()],
         [gx.masked(gx.error_feedback(gx.topk(0.5), gx.sign()), gx.is_matrix), gx.allreduce()],
+        [scale, gx.unscale(), scale, gx.accumulate(2), clip, gx.topk(0.5), gx.ef(), gx.allreduce()],
+        [
+            gx.skip_bn(),
+            gx.accumulate(2),
+            gx.topk(0.5),
+            gx.ef(),
+            gx.delayed(steps=1),
+            gx.allreduce(),
+        ],
+        [gx.dynamic_loss_scale(), gx.accumulate(2), gx.delayed(steps=0), gx.allreduce(), clip],
+        [gx.delayed(gx.allreduce(), steps=2), gx.master_weights(), optax.sgd(0.1)],
     ],
     ids=lambda parts: shown("accepted", parts),
 )

@@ -18,7 +18,7 @@ jnp = jax.numpy
 optax = pytest.importorskip("optax")
 
 from gradtx.bench.hlo import collective_bytes  # noqa: E402
-from gradtx.exchange.mesh import BLOCK, MeshAxis, _Packing  # noqa: E402
+from gradtx.exchange.mesh import BLOCK, MeshAxis, _Packing, _Said  # noqa: E402
 from meshes import OnMesh, P, laid_out, mesh_of  # noqa: E402
 
 INF, NAN = np.inf, np.nan
@@ -299,7 +299,7 @@ def test_positions_come_through(universe, data):
     values = jnp.asarray(np.arange(len(indices)), jnp.float32)
     sparse = gx.Sparse(values, jnp.asarray(indices, jnp.int32), (universe,), "float32")
     packing = _Packing([sparse])
-    [found] = packing.decode(packing.encode(jnp.asarray(True)))
+    [found] = packing.decode(packing.encode(_Said(jnp.zeros(1))))
     assert found.indices.tolist() == indices
     assert found.values.tolist() == values.tolist()
 

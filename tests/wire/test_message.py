@@ -107,7 +107,7 @@ def test_a_strided_message_gives_viewable_segments():
 
 def test_the_layout_is_as_documented():
     data = a_message(finite=False)
-    fixed = struct.pack("<4sHHQIIQ", b"GRTX", 1, 1, 7, 3, 3, 7)
+    fixed = struct.pack("<4sHHQIIQd", b"GRTX", 2, 1, 7, 3, 3, 7, 1.0)
     assert bytes(data.tolist()) == fixed + b"\x02" + b"\0\0" + b"abc" + b"de"
 
 
