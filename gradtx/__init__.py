@@ -41,6 +41,8 @@ from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
+from gradtx.stale.server import ParameterServer, ServerUpdate
+from gradtx.stale.worker import PushReport, Worker
 from gradtx.transforms.loss_scale import dynamic_loss_scale
 from gradtx.transforms.select import filter_params, skip_bn
 from gradtx.transforms.unscale import unscale
@@ -55,18 +57,22 @@ __all__ = [
     "LeafInfo",
     "Levels",
     "LowRank",
+    "ParameterServer",
     "Payload",
     "Pipeline",
     "Powers",
     "Predicate",
+    "PushReport",
     "RankMismatchError",
     "Schedule",
+    "ServerUpdate",
     "Signs",
     "Sparse",
     "Stage",
     "SyncReport",
     "Transformation",
     "Violation",
+    "Worker",
     "allreduce",
     "apply_if_finite",
     "cast",
