@@ -340,16 +340,18 @@ class ParameterServer:
             self._peers.update({number: _Peer() for number in range(self._seen, joined)})
         self._seen = joined
         for number, peer in list(self._peers.items()):
-            key = f"request/{number}/{peer.requests + 1}"
             try:
-                most = self._pushes.most_nbytes if peer.admitted else _LONGEST_DESCRIPTION
-                data = self._mailbox.take(key, HEAD_NBYTES + max(most, _LONGEST_TEXT))
-                if data is None:
-                    continue
-                peer.requests += 1
-                peer.pending = Frame.decode(data)
+                # Who asks anew no longer waits for the reply to what was asked before.
+                while (data := self._next(number, peer)) is not None:
+                    peer.requests += 1
+                    peer.pending = Frame.decode(data)
             except WireFormatError as error:
                 self._lose(number, peer, f"has sent damaged bytes: {error}")
+
+    def _next(self, number: int, peer: _Peer) -> bytes | None:
+        most = self._pushes.most_nbytes if peer.admitted else _LONGEST_DESCRIPTION
+        key = f"request/{number}/{peer.requests + 1}"
+        return self._mailbox.take(key, HEAD_NBYTES + max(most, _LONGEST_TEXT))
 
     def _answer_those_who_may_go(self) -> bool:
         """Answers what workers have asked that are not too far ahead; says whether any was."""

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from damage import as_bytes, as_tensor, damaged
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gradtx as gx
+from damage import as_bytes, as_tensor, damaged
 from gradtx.stale.codec import ParameterCodec, PushCodec
 from gradtx.stale.frames import Description, Frame, Kind
 from gradtx.stale.mailbox import Mailbox
