@@ -13,6 +13,7 @@ from gradtx.stale.frames import HEAD_NBYTES, Frame, Kind, as_body
 from gradtx.stale.mailbox import (
     BELL,
     JOINED,
+    LONGEST_TEXT,
     POLL,
     SERVER,
     STOP,
@@ -23,9 +24,6 @@ from gradtx.stale.mailbox import (
     silence_limit,
 )
 from gradtx.wire import WireFormatError
-
-# A refusal is a text: of twenty differences, or of an error.
-_LONGEST_TEXT = 1 << 20
 
 
 class Link:
@@ -47,7 +45,7 @@ class Link:
         self._answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._heard = (0, time.monotonic())
-        self._most = _LONGEST_TEXT
+        self._most = LONGEST_TEXT
         self._number: int | None = None
         self._sent = 0
         self._thread = threading.Thread(target=self._run, name="gradtx link", daemon=True)
@@ -72,7 +70,7 @@ class Link:
             WireFormatError: if the reply is damaged.
         """
         self._raise_failure()
-        self._most = HEAD_NBYTES + max(most, _LONGEST_TEXT)
+        self._most = HEAD_NBYTES + max(most, LONGEST_TEXT)
         self._requests.put(request.encode())
         try:
             reply = Frame.decode(self._answer())

@@ -21,6 +21,8 @@ BELL = "bell"
 JOINED = "joined"
 STOP = "stop"
 SERVER = "server"
+# A refusal has a text: of twenty differences, or of an error.
+LONGEST_TEXT = 1 << 20  # bytes
 
 _HEAD = struct.Struct("<4sQ")
 _MAGIC = b"GRTB"

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from gradtx.core.arguments import check_bool, check_whole
+from gradtx.core.arguments import check_whole
 from gradtx.core.errors import RankMismatchError
-from gradtx.core.tree import PyTree, flatten, unflatten, widen
-from gradtx.stale.codec import ParameterCodec, PushCodec, trained_parameters
-from gradtx.stale.frames import HEAD_NBYTES, Description, Frame, Kind, as_body
-from gradtx.stale.mailbox import (
-    BELL,
-    JOINED,
-    POLL,
-    SERVER,
-    STOP,
-    Clockwork,
-    Mailbox,
-    check_store,
-    check_timeout,
-    gone_key,
-    silence_limit,
-)
+from gradtx.core.tree import PyTree
+from gradtx.stale.frames import Description, Frame, Kind
+from gradtx.stale.mailbox import LONGEST_TEXT, POLL, check_store, check_timeout
+from gradtx.stale.master import Master, OptimizerFactory, Values
+from gradtx.stale.parameters import ParameterCodec, trained_parameters
+from gradtx.stale.push import PushCodec
+from gradtx.stale.switchboard import Caller, Switchboard
 from gradtx.wire import WireFormatError
-
-Optimizer = torch.optim.Optimizer
-# That of a million leaves is shorter.
-_LONGEST_DESCRIPTION = 1 << 28
-_LONGEST_TEXT = 1 << 20
-OptimizerFactory = Callable[[list[tuple[str, torch.nn.Parameter]]], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -57,18 +40,19 @@ class ServerUpdate:
     clocks: Mapping[int, int]
 
 
-class _Peer:
-    """What the server knows of one worker."""
+@dataclass
+class _Member:
+    """What the server knows of a worker that it counts in.
 
-    def __init__(self) -> None:
-        self.admitted = False
-        self.clock = 0
-        self.read_at = 0
-        self.read: list[torch.Tensor | None] = []
-        self.requests = 0
-        self.pending: Frame | None = None
-        self.beats = 0
-        self.heard = time.monotonic()
+    Attributes:
+        clock: how many gradients it has pushed.
+        read_at: how many updates had been made for what it has read last.
+        read: what it has read last, if that is to be known.
+    """
+
+    clock: int
+    read_at: int = 0
+    read: Values = field(default_factory=list)
 
 
 class ParameterServer:
@@ -141,38 +125,29 @@ class ParameterServer:
     ) -> None:
         check_store("ParameterServer(store", store)
         check_whole("ParameterServer(bound", bound, 0)
-        check_bool("ParameterServer(staleness_scaling", staleness_scaling)
+        timeout = check_timeout("ParameterServer(timeout", timeout)
         if on_failure not in ("continue", "stop"):
             raise ValueError(
                 f"ParameterServer(on_failure={on_failure!r}): expected 'continue' or 'stop'"
             )
         if on_update is not None and not callable(on_update):
             raise TypeError(f"ParameterServer(on_update={on_update!r}): expected a function")
-        self._timeout = check_timeout("ParameterServer(timeout", timeout)
-        self._compensation = _checked_compensation(delay_compensation)
-        self._bound, self._on_failure = bound, on_failure
-        self._scaling, self._on_update = staleness_scaling, on_update
+        self._bound, self._on_failure, self._on_update = bound, on_failure, on_update
         tree, info = trained_parameters(params)
         self._pushes = PushCodec(tx, tree, info)
-        self._layout = self._pushes.layout
-        self._codec = ParameterCodec(self._layout, self._pushes.fingerprint)
-        self._parameters = [
-            None if x is None else torch.nn.Parameter(widen(x.detach()).clone())
-            for x in flatten(tree)[0]
-        ]
-        self._dtypes = [None if x is None else x.dtype for x in flatten(tree)[0]]
-        self._optimizer = self._make(optimizer)
-
-        self._mailbox = Mailbox(store, self._tick)
-        self._clockwork = Clockwork(self._timeout)
-        self._peers: dict[int, _Peer] = {}
+        layout = self._pushes.layout
+        self._codec = ParameterCodec(layout, self._pushes.fingerprint)
+        self._master = Master(tree, layout, optimizer, staleness_scaling, delay_compensation)
+        self._switchboard = Switchboard(store, timeout, self._lose)
+        self._members: dict[int, _Member] = {}
         self._lost: dict[int, str] = {}
-        self._updates = self._bell = self._seen = self._admitted = self._slowest = 0
+        self._updates = self._admitted = self._slowest = 0
         self._failure: Exception | None = None
         self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._closing, self._exiting = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gradtx server", daemon=True)
-        weakref.finalize(self, _end, self._closing, self._thread)
+        # Runs at exit, before the interpreter takes the thread's ground away.
+        weakref.finalize(self, _end, self._closing, self._exiting, self._thread)
 
     @property
     def updates(self) -> int:
@@ -197,14 +172,15 @@ class ParameterServer:
         For a module, a dict by path: ``model.load_state_dict(server.parameters(), strict=False)``.
         """
         with self._changed:
-            values = [
-                None if p is None else p.detach().to(dtype, copy=True)
-                for p, dtype in zip(self._parameters, self._dtypes, strict=True)
-            ]
-        return unflatten(self._layout.treespec, values)
+            return self._master.tree()
 
     def start(self) -> ParameterServer:
-        """Begins to serve, in a thread; once."""
+        """Begins to serve, in a thread; once.
+
+        Raises:
+            ValueError: if the store has had a server before.
+        """
+        self._switchboard.open()
         self._thread.start()
         return self
 
@@ -230,7 +206,7 @@ class ParameterServer:
             if not done:
                 raise TimeoutError(
                     f"after {timeout:g} s {self._admitted} workers have come, of at least "
-                    f"{workers}, and {len(self._clocks())} are there"
+                    f"{workers}, and {len(self._members)} are there"
                 )
 
     def close(self) -> None:
@@ -250,243 +226,128 @@ class ParameterServer:
     ) -> None:
         self.close()
 
-    def _make(self, factory: OptimizerFactory) -> Optimizer:
-        if not callable(factory):
-            raise TypeError(
-                f"ParameterServer(optimizer={factory!r}): expected a function of the parameters, "
-                "such as functools.partial(torch.optim.SGD, lr=0.1)"
-            )
-        specs = zip(self._layout.leaves, self._parameters, strict=True)
-        optimizer = factory([(spec.path, p) for spec, p in specs if p is not None])
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"ParameterServer(optimizer={factory!r}): it gives a {type(optimizer).__name__}, "
-                "expected a torch optimizer"
-            )
-        own = {id(p) for p in self._parameters}
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                f"ParameterServer(optimizer={factory!r}): it steps on other tensors than it was "
-                "given: the server has copies of the parameters"
-            )
-        return optimizer
-
     def _over(self, workers: int) -> bool:
-        if self._failure is not None or not self._thread.is_alive():
+        if self._failure is not None or self._closing.is_set():
             return True
-        return self._admitted >= workers and not self._peers
+        return self._admitted >= workers and not self._members
 
     def _clocks(self) -> dict[int, int]:
-        return {number: peer.clock for number, peer in self._peers.items() if peer.admitted}
+        return {number: member.clock for number, member in self._members.items()}
 
     def _run(self) -> None:
         why = "the parameter server was closed"
         try:
             while not self._closing.is_set():
-                self._tick()
-                self._collect()
-                if not self._answer_those_who_may_go():
+                self._switchboard.tick()
+                self._switchboard.collect()
+                if not self._answer_all():
                     self._closing.wait(POLL)
         except Exception as error:
-            why = f"the parameter server has stopped: {type(error).__name__}: {error}"
-            if isinstance(error, RankMismatchError):
-                why = f"the parameter server has stopped: {error}"
             self._failure = error
+            name = "" if isinstance(error, RankMismatchError) else f"{type(error).__name__}: "
+            why = f"the parameter server has stopped: {name}{error}"
         try:
-            self._stop(why)
+            self._on_failure = "continue"
+            self._switchboard.stop_all(why, self._exiting)
         except Exception as error:  # Without a store nobody can be told; they will notice.
             self._failure = self._failure or error
         with self._changed:
             self._changed.notify_all()
 
-    def _stop(self, why: str) -> None:
-        """Tells all workers to stop, and waits until they have gone, up to the time-out."""
-        if not self._peers:
-            return
-        self._on_failure = "continue"
-        self._mailbox.store.set(STOP, why)
-        deadline = time.monotonic() + self._timeout
-        while self._peers and time.monotonic() < deadline:
-            self._tick()
-            self._collect()
-            for number, peer in list(self._peers.items()):
-                request, peer.pending = peer.pending, None
-                if request is not None and request.kind is Kind.LEAVE:
-                    self._remove(number)
-                elif request is not None:
-                    self._refuse(number, peer, why)
-            time.sleep(POLL)
-
-    def _tick(self) -> None:
-        """Gives a sign of life, and looks for those of the workers, if it is time."""
-        if not self._clockwork.due():
-            return
-        self._mailbox.beat(SERVER)
-        for number, peer in list(self._peers.items()):
-            beats, now = self._mailbox.beats(str(number)), time.monotonic()
-            if beats != peer.beats:
-                peer.beats, peer.heard = beats, now
-            elif now - peer.heard > silence_limit(self._timeout):
-                self._lose(number, peer, f"has given no sign of life in {self._timeout:g} s")
-
-    def _collect(self) -> None:
-        """Takes in what workers have asked since the last time."""
-        bell = int(self._mailbox.store.add(BELL, 0))
-        if bell == self._bell:
-            return
-        self._bell = bell
-        joined = int(self._mailbox.store.add(JOINED, 0))
-        with self._changed:
-            self._peers.update({number: _Peer() for number in range(self._seen, joined)})
-        self._seen = joined
-        for number, peer in list(self._peers.items()):
-            try:
-                # Who asks anew no longer waits for the reply to what was asked before.
-                while (data := self._next(number, peer)) is not None:
-                    peer.requests += 1
-                    peer.pending = Frame.decode(data)
-            except WireFormatError as error:
-                self._lose(number, peer, f"has sent damaged bytes: {error}")
-
-    def _next(self, number: int, peer: _Peer) -> bytes | None:
-        most = self._pushes.most_nbytes if peer.admitted else _LONGEST_DESCRIPTION
-        key = f"request/{number}/{peer.requests + 1}"
-        return self._mailbox.take(key, HEAD_NBYTES + max(most, _LONGEST_TEXT))
-
-    def _answer_those_who_may_go(self) -> bool:
-        """Answers what workers have asked that are not too far ahead; says whether any was."""
-        waiting = [(peer.clock, n) for n, peer in self._peers.items() if peer.pending is not None]
+    def _answer_all(self) -> bool:
+        """Answers all who are not too far ahead, the slowest first; says whether any was."""
         answered = False
-        for _, number in sorted(waiting):
-            peer = self._peers.get(number)
-            if peer is None or peer.pending is None or not self._may_go(peer, peer.pending):
+        callers = self._switchboard.callers
+        for number in sorted(callers, key=lambda n: (self._clocks().get(n, 0), n)):
+            caller = callers.get(number)
+            if caller is None or caller.pending is None or not self._may_go(caller):
                 continue
-            request, peer.pending = peer.pending, None
+            request, caller.pending = caller.pending, None
             answered = True
             try:
-                self._answer(number, peer, request)
+                self._answer(caller, request)
             except WireFormatError as error:
-                self._lose(number, peer, f"has sent damaged bytes: {error}")
+                self._switchboard.fail(number, f"has sent damaged bytes: {error}")
         return answered
 
-    def _may_go(self, peer: _Peer, request: Frame) -> bool:
-        if request.kind is Kind.LEAVE or not peer.admitted:
+    def _may_go(self, caller: Caller) -> bool:
+        member = self._members.get(caller.number)
+        if member is None or (caller.pending is not None and caller.pending.kind is Kind.LEAVE):
             return True
-        return peer.clock - min(self._clocks().values()) <= self._bound
+        return member.clock - min(self._clocks().values()) <= self._bound
 
-    def _answer(self, number: int, peer: _Peer, request: Frame) -> None:
+    def _answer(self, caller: Caller, request: Frame) -> None:
+        member = self._members.get(caller.number)
         if request.kind is Kind.LEAVE and request.body.numel():
-            self._lose(number, peer, f"has failed: {request.text}")
+            self._switchboard.fail(caller.number, f"has failed: {request.text}")
         elif request.kind is Kind.LEAVE:
-            self._remove(number)
-        elif request.kind is Kind.JOIN and not peer.admitted:
-            self._admit(number, peer, request)
-        elif request.kind is Kind.PUSH and peer.admitted:
-            self._take(number, peer, request)
-        elif request.kind is Kind.PULL and peer.admitted:
-            self._give(number, peer)
+            self._forget(caller.number)
+        elif request.kind is Kind.JOIN and member is None:
+            self._admit(caller, request)
+        elif request.kind is Kind.PUSH and member is not None:
+            self._take(caller, member, request)
+        elif request.kind is Kind.PULL and member is not None:
+            self._give(caller, member)
         else:
             raise WireFormatError(f"a worker cannot ask to {request.kind.name} now")
 
-    def _reply(self, number: int, peer: _Peer, reply: Frame) -> None:
-        self._mailbox.post(f"reply/{number}/{peer.requests}", reply.encode())
-
-    def _admit(self, number: int, peer: _Peer, request: Frame) -> None:
+    def _admit(self, caller: Caller, request: Frame) -> None:
         difference = self._pushes.description.difference(Description.decode(request))
         if difference:
-            self._refuse(number, peer, f"the parameter server refuses this worker: {difference}")
-            self._remove(number)
+            why = f"the parameter server refuses this worker: {difference}"
+            self._switchboard.refuse(caller, why)
+            self._forget(caller.number)
             return
+        caller.most = max(self._pushes.most_nbytes, LONGEST_TEXT)
         with self._changed:
-            peer.clock = min(self._clocks().values(), default=self._slowest)
-            peer.admitted = True
+            member = _Member(min(self._clocks().values(), default=self._slowest))
+            self._members[caller.number] = member
             self._admitted += 1
-        self._give(number, peer)
+        self._give(caller, member)
 
     @torch.no_grad()
-    def _give(self, number: int, peer: _Peer) -> None:
-        body = self._codec.encode(self._parameters, self._updates)
-        peer.read_at = self._updates
-        if self._compensation:
-            peer.read = self._codec.decode(body, self._updates)
-        reply = Frame(Kind.PARAMETERS, peer.clock, self._updates, body=body)
-        self._reply(number, peer, reply)
+    def _give(self, caller: Caller, member: _Member) -> None:
+        body = self._codec.encode(self._master.values, self._updates)
+        member.read_at = self._updates
+        if self._master.compensates:
+            member.read = self._codec.decode(body, self._updates)
+        reply = Frame(Kind.PARAMETERS, member.clock, self._updates, body=body)
+        self._switchboard.reply(caller, reply)
 
-    def _take(self, number: int, peer: _Peer, request: Frame) -> None:
-        if request.clock != peer.clock:
-            raise WireFormatError(f"push {request.clock} comes when {peer.clock} is due")
-        gradients = self._pushes.decode(request.body, peer.clock)
-        staleness = self._updates - peer.read_at
+    def _take(self, caller: Caller, member: _Member, request: Frame) -> None:
+        if request.clock != member.clock:
+            raise WireFormatError(f"push {request.clock} comes when {member.clock} is due")
+        gradients = self._pushes.decode(request.body, member.clock)
+        staleness = self._updates - member.read_at
         with self._changed:
-            self._step(gradients, peer.read, staleness)
+            self._master.step(gradients, member.read, staleness)
             self._updates += 1
-            peer.clock += 1
+            member.clock += 1
             clocks = self._clocks()
             self._slowest = min(clocks.values())
-        self._reply(number, peer, Frame(Kind.TAKEN, peer.clock, self._updates, staleness))
+        reply = Frame(Kind.TAKEN, member.clock, self._updates, staleness)
+        self._switchboard.reply(caller, reply)
         if self._on_update is not None:
-            self._on_update(ServerUpdate(self._updates, number, staleness, clocks))
+            self._on_update(ServerUpdate(self._updates, caller.number, staleness, clocks))
 
-    @torch.no_grad()
-    def _step(
-        self,
-        gradients: list[torch.Tensor | None],
-        read: list[torch.Tensor | None],
-        staleness: int,
-    ) -> None:
-        for i, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
-            if parameter is None:
-                continue
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
-            if parameter.grad is not None and self._compensation:
-                then = read[i]
-                assert then is not None
-                moved = parameter - then.to(parameter)
-                parameter.grad += self._compensation * parameter.grad.square() * moved
-        scale = 1 / max(1, staleness) if self._scaling else 1.0
-        before = [] if scale == 1 else [p.clone() for p in self._parameters if p is not None]
-        self._optimizer.step()
-        # The step is scaled, not the gradient: that is the same for SGD alone, and not for Adam.
-        after = [p for p in self._parameters if p is not None]
-        for old, new in zip(before, after, strict=False):
-            new.copy_(old + scale * (new - old))
+    def _forget(self, number: int) -> None:
+        self._switchboard.hang_up(number)
+        with self._changed:
+            self._members.pop(number, None)
+            self._changed.notify_all()
 
-    def _refuse(self, number: int, peer: _Peer, why: str) -> None:
-        self._reply(number, peer, _refusal(why))
-
-    def _lose(self, number: int, peer: _Peer, why: str) -> None:
+    def _lose(self, number: int, why: str) -> None:
         """A worker has failed: without it, or the end for all."""
-        self._lost[number] = f"worker {number} {why}"
-        self._mailbox.store.set(
-            gone_key(number), f"the parameter server no longer counts this worker in: it {why}"
-        )
-        self._remove(number)
+        with self._changed:
+            self._lost[number] = f"worker {number} {why}"
+            self._members.pop(number, None)
+            self._changed.notify_all()
         if self._on_failure == "stop":
             raise RankMismatchError(self._lost[number])
 
-    def _remove(self, number: int) -> None:
-        with self._changed:
-            self._peers.pop(number, None)
-            self._changed.notify_all()
 
-
-def _refusal(why: str) -> Frame:
-    return Frame(Kind.REFUSED, body=as_body(why.encode()))
-
-
-def _checked_compensation(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, float):
-        raise TypeError(
-            f"ParameterServer(delay_compensation={value!r}): expected a float of 0.0 or more"
-        )
-    if not (math.isfinite(value) and value >= 0.0):
-        raise ValueError(
-            f"ParameterServer(delay_compensation={value!r}): expected a float of 0.0 or more"
-        )
-    return value
-
-
-def _end(closing: threading.Event, thread: threading.Thread) -> None:
+def _end(closing: threading.Event, exiting: threading.Event, thread: threading.Thread) -> None:
+    exiting.set()
     closing.set()
     if thread.ident is not None:
-        thread.join(1.0)
+        thread.join()

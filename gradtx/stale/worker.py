@@ -11,10 +11,11 @@ import torch
 
 from gradtx.core.stage import Kind as StageKind
 from gradtx.core.tree import PyTree, flatten, unflatten
-from gradtx.stale.codec import ParameterCodec, PushCodec, trained_parameters
 from gradtx.stale.frames import Frame, Kind
 from gradtx.stale.link import Link
 from gradtx.stale.mailbox import check_store, check_timeout
+from gradtx.stale.parameters import ParameterCodec, trained_parameters
+from gradtx.stale.push import PushCodec
 from gradtx.wire import WireFormatError
 
 
@@ -134,6 +135,11 @@ class Worker:
         """
         if loss_scale is not None and not self._has_unscale:
             raise ValueError("loss_scale is given and the chain has no unscale(): put it first")
+        if loss_scale is not None and self._state.loss_scale is not None:
+            raise ValueError(
+                "loss_scale is given and the chain keeps one of its own: multiply the loss by "
+                "worker.state.loss_scale and leave the argument out"
+            )
         extra = {} if loss_scale is None else {"loss_scale": loss_scale}
         tree = self._gradients() if gradients is None else gradients
         with torch.no_grad():

@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 
 import gradtx as gx
 from damage import as_bytes, as_tensor, damaged
-from gradtx.stale.codec import ParameterCodec, PushCodec
 from gradtx.stale.frames import Description, Frame, Kind
 from gradtx.stale.mailbox import Mailbox
+from gradtx.stale.parameters import ParameterCodec
+from gradtx.stale.push import PushCodec
 from gradtx.wire import WireFormatError
 
 PARAMS = {"b": torch.zeros(3, dtype=torch.bfloat16), "w": torch.zeros(4, 25)}

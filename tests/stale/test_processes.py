@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -118,19 +117,39 @@ def test_workers_that_exit_without_closing_are_lost():
     assert sorted(server.lost) == numbers
 
 
+def interpreter(code):
+    """A Python of its own, which runs its exit handlers; what it prints is read from it."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", f"import apart, gradtx as gx\n{code}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_an_interpreter_that_holds_server_and_worker_exits():
     code = (
-        "import apart, gradtx as gx; store = apart.host(); server = apart.serve(store).start();"
-        "worker = gx.Worker(store, apart.start(), apart.TX); print(worker.clock, flush=True)"
+        "store = apart.host()\nserver = apart.serve(store).start()\n"
+        "worker = gx.Worker(store, apart.start(), apart.TX)\nprint(worker.clock)"
     )
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
+    with interpreter(code) as child:
+        out, errors = child.communicate(timeout=25)
+    assert (child.returncode, out) == (0, "0\n"), errors
+
+
+def test_an_interpreter_whose_server_is_silent_exits():
+    code = (
+        "worker = gx.Worker(apart.connect(int(input())), apart.start(), apart.TX, timeout=2.0)\n"
+        "print('there', flush=True)\ninput()\n"
+        "try:\n    worker.pull()\nexcept ConnectionError as error:\n    print(error)"
     )
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-    assert time.monotonic() - began < 25
+    with forked(apart.serve_for_ever) as server, interpreter(code) as child:
+        child.stdin.write(f"{server.hear()}\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "there\n"
+        os.kill(server.process.pid, signal.SIGSTOP)
+        out, errors = child.communicate("go\n", timeout=25)
+    expected = "no sign of life from the parameter server in 2 s\n"
+    assert (child.returncode, out) == (0, expected), errors
