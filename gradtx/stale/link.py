@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -19,9 +18,9 @@ from gradtx.stale.mailbox import (
     STOP,
     Clockwork,
     Mailbox,
+    Silence,
     beat_interval,
     gone_key,
-    silence_limit,
 )
 from gradtx.wire import WireFormatError
 
@@ -44,7 +43,8 @@ class Link:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
-        self._heard = (0, time.monotonic())
+        self._silence = Silence(timeout)
+        self._beats = 0
         self._most = LONGEST_TEXT
         self._number: int | None = None
         self._sent = 0
@@ -108,13 +108,12 @@ class Link:
             raise ConnectionError(str(self._failure)) from self._failure
 
     def _answer(self) -> bytes:
-        asked = time.monotonic()
+        self._silence.end()
         while True:
             try:
                 answer = self._answers.get(timeout=self._interval)
             except queue.Empty:
-                since = max(asked, self._heard[1])
-                if time.monotonic() - since > silence_limit(self._timeout):
+                if self._silence.is_death():
                     self._failure = ConnectionError(
                         f"no sign of life from the parameter server in {self._timeout:g} s"
                     )
@@ -170,8 +169,9 @@ class Link:
             return
         self._mailbox.beat(str(self._number))
         beats = self._mailbox.beats(SERVER)
-        if beats != self._heard[0]:
-            self._heard = (beats, time.monotonic())
+        if beats != self._beats:
+            self._beats = beats
+            self._silence.end()
         for key in (STOP, gone_key(self._number)):
             if (why := self._mailbox.note(key)) is not None:
                 raise RankMismatchError(why)

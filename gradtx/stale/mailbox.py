@@ -41,11 +41,6 @@ def beat_interval(timeout: float) -> float:
     return min(timeout / _BEATS, 1.0)
 
 
-def silence_limit(timeout: float) -> float:
-    """Seconds without one after which a side is dead, noticed `timeout` after its last at most."""
-    return timeout - 2 * beat_interval(timeout)
-
-
 def check_store(argument: str, store: Any) -> None:
     """Refuses what is no store.
 
@@ -143,6 +138,34 @@ class Mailbox:
             return None
         text: bytes = self.store.get(key)
         return text.decode(errors="replace")
+
+
+class Silence:
+    """How long there has been no sign of life, as far as this side has been awake to notice.
+
+    A process that was suspended, or kept from running, does not take that time for the silence of
+    others: between two looks, two intervals count at most.
+
+    Args:
+        timeout: seconds after which a silent side counts as dead. Its last sign may be seen one
+            interval late, and the silence as well, so that both are taken off.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._interval = beat_interval(timeout)
+        self._limit = timeout - 2 * self._interval
+        self.end()
+
+    def end(self) -> None:
+        """Says that there has been a sign of life."""
+        self._last, self._seconds = time.monotonic(), 0.0
+
+    def is_death(self) -> bool:
+        """Looks how long it has lasted; says whether that is too long."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, 2 * self._interval)
+        self._last = now
+        return self._seconds > self._limit
 
 
 class Clockwork:

@@ -16,8 +16,8 @@ from gradtx.stale.mailbox import (
     STOP,
     Clockwork,
     Mailbox,
+    Silence,
     gone_key,
-    silence_limit,
 )
 from gradtx.wire import WireFormatError
 
@@ -34,13 +34,13 @@ class Caller:
         most: how many bytes the body of a request of it may have.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, timeout: float) -> None:
         self.number = number
         self.pending: Frame | None = None
         self.most = _LONGEST_DESCRIPTION
         self.requests = 0
         self.beats = 0
-        self.heard = time.monotonic()
+        self.silence = Silence(timeout)
 
 
 class Switchboard:
@@ -81,10 +81,11 @@ class Switchboard:
             return
         self._mailbox.beat(SERVER)
         for caller in list(self.callers.values()):
-            beats, now = self._mailbox.beats(str(caller.number)), time.monotonic()
+            beats = self._mailbox.beats(str(caller.number))
             if beats != caller.beats:
-                caller.beats, caller.heard = beats, now
-            elif now - caller.heard > silence_limit(self._timeout):
+                caller.beats = beats
+                caller.silence.end()
+            elif caller.silence.is_death():
                 self.fail(caller.number, f"has given no sign of life in {self._timeout:g} s")
 
     def collect(self) -> None:
@@ -94,7 +95,8 @@ class Switchboard:
             return
         self._bell = bell
         joined = int(self._mailbox.store.add(JOINED, 0))
-        self.callers.update({number: Caller(number) for number in range(self._seen, joined)})
+        for number in range(self._seen, joined):
+            self.callers[number] = Caller(number, self._timeout)
         self._seen = joined
         for caller in list(self.callers.values()):
             try:

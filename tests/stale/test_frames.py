@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 import gradtx as gx
 from damage import as_bytes, as_tensor, damaged
 from gradtx.stale.frames import Description, Frame, Kind
-from gradtx.stale.mailbox import Mailbox
+from gradtx.stale.mailbox import Mailbox, Silence
 from gradtx.stale.parameters import ParameterCodec
 from gradtx.stale.push import PushCodec
 from gradtx.wire import WireFormatError
@@ -155,3 +155,18 @@ def test_a_damaged_letter_is_refused(key, value, reason):
         mailbox.store.set(key, value)
     with pytest.raises(WireFormatError, match=reason):
         mailbox.take("a", 10)
+
+
+def test_silence_counts_only_as_far_as_one_was_awake(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    silence = Silence(10.0)
+    now[0] = 3600.0
+    assert not silence.is_death()
+    for _ in range(6):
+        now[0] += 1.0
+        assert not silence.is_death()
+    now[0] += 1.0
+    assert silence.is_death()
+    silence.end()
+    assert not silence.is_death()

@@ -442,6 +442,41 @@ def test_a_closed_worker_refuses_to_work():
             worker.pull()
 
 
+def test_a_store_serves_one_server():
+    where = store()
+    with serve(where, zeros(1)):
+        pass
+    with pytest.raises(ValueError, match="this store has had a parameter server before"):
+        serve(where, zeros(1)).start()
+    apart = [torch.distributed.PrefixStore(name, where) for name in "ab"]
+    with serve(apart[0], zeros(1)) as first, serve(apart[1], zeros(1)) as second:
+        with join(apart[1], zeros(1)) as worker:
+            worker.push({"w": torch.ones(1)})
+        assert (first.updates, second.updates) == (0, 1)
+
+
+def test_a_chain_may_keep_its_own_loss_scale():
+    tx = gx.chain(gx.dynamic_loss_scale(8.0), gx.topk(1.0), gx.ef())
+    where = store()
+    with serve(where, zeros(1), tx) as server, join(where, zeros(1), tx) as worker:
+        assert worker.push({"w": torch.tensor([8.0])}).pushed
+        assert server.parameters()["w"].item() == -1.0
+        assert not worker.push({"w": torch.tensor([float("inf")])}).pushed
+        assert worker.state.loss_scale < 8.0
+        with pytest.raises(ValueError, match=r"multiply the loss by worker\.state\.loss_scale"):
+            worker.push({"w": torch.ones(1)}, loss_scale=8.0)
+
+
+def test_more_than_a_store_takes_at_once_is_carried_in_pieces():
+    where = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mine, gradient = zeros(3_000_000), torch.arange(3_000_000.0)
+    with serve(where, zeros(3_000_000)) as server, join(where, mine) as worker:
+        assert worker.push({"w": gradient}).wire_bytes > 12_000_000
+        worker.pull()
+        assert torch.equal(mine["w"], -gradient)
+        assert torch.equal(server.parameters()["w"], -gradient)
+
+
 def test_nothing_piles_up_in_the_store():
     where = store()
     with serve(where, zeros(4), TOPK), join(where, zeros(4), TOPK) as worker:
