@@ -23,6 +23,7 @@ from gradtx.core.tree import (
     accumulation_dtype,
     arrays_in,
     flatten,
+    layout_of,
     unflatten,
 )
 from gradtx.exchange.outgoing import Outgoing
@@ -110,7 +111,7 @@ class PushCodec:
 
     Attributes:
         chain: the fragment with a `Push` at its end.
-        state: the state of the chain before its first step.
+        layout: paths, shapes and dtypes of the parameters.
         fingerprint: 64 bits of a hash over the fragment and the parameters.
         description: the same in words.
         most_nbytes: the most that a push takes, in bytes.
@@ -128,10 +129,10 @@ class PushCodec:
         self._push = Push()
         well_ordered = not check_order(fragment.stages)
         self.chain = chain(*fragment.transformations, self._push, check=well_ordered)
-        self.state = self.chain.init(params, info)
-        self.layout: Layout = self.state.layout
+        self._info = info
+        self.layout = layout_of(params)
         _check_torch(self.layout, params)
-        self._plan = self._rehearsed(fragment, params)
+        self._plan = self._rehearsed(fragment)
         key = fragment.shared_code, self.layout.fingerprint
         digest = hashlib.sha256(repr(key).encode()).digest()
         self.fingerprint = int.from_bytes(digest[:8], "little")
@@ -140,12 +141,20 @@ class PushCodec:
         leaves = {x.path: [str(x), f"sent {forms[x.path]}"] for x in self.layout.leaves}
         self.description = Description(fragment.shared_code, leaves)
 
-    def _rehearsed(self, fragment: Chain, params: PyTree) -> Outgoing:
-        """What is sent for zeros: all sizes follow from it."""
-        zeros = [None if x is None else torch.zeros_like(x) for x in flatten(params)[0]]
-        extra = {"loss_scale": 1.0} if self.state.loss_scale is None else {}
+    def init(self, params: PyTree) -> Any:
+        """The state of the chain before the first step."""
+        return self.chain.init(params, self._info)
+
+    def _rehearsed(self, fragment: Chain) -> Outgoing:
+        """What is sent for zeros: all sizes follow from it. On the CPU, where bytes are read."""
+        zeros = [
+            None if x.dtype is None else torch.zeros(x.shape or (), dtype=getattr(torch, x.dtype))
+            for x in self.layout.leaves
+        ]
         tree = unflatten(self.layout.treespec, zeros)
-        self.chain.update(tree, self.state, params, **extra)
+        state = self.init(tree)
+        extra = {"loss_scale": 1.0} if state.loss_scale is None else {}
+        self.chain.update(tree, state, tree, **extra)
         plan = self._push.outgoing
         if plan is None:
             raise ValueError(f"{fragment.code()} makes zeros not finite: it cannot be pushed")

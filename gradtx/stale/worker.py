@@ -85,7 +85,7 @@ class Worker:
         timeout = check_timeout("Worker(timeout", timeout)
         self._params, info = trained_parameters(params)
         self._codec = PushCodec(tx, self._params, info)
-        self._state = self._codec.state
+        self._state = self._codec.init(self._params)
         self._has_unscale = any(s.kind is StageKind.UNSCALE for s in self._codec.chain.stages)
         layout = self._codec.layout
         self._parameters = ParameterCodec(layout, self._codec.fingerprint)

@@ -27,7 +27,7 @@ def gradients(seed=0):
 
 def pushed(tx, clock=0):
     codec = PushCodec(tx, PARAMS, None)
-    outgoing, state = codec.update(gradients(), codec.state, PARAMS)
+    outgoing, state = codec.update(gradients(), codec.init(PARAMS), PARAMS)
     return codec, codec.encode(outgoing, clock), state
 
 
@@ -117,7 +117,7 @@ def test_a_push_of_another_clock_is_refused():
 
 def test_a_push_that_is_not_finite_is_refused():
     codec = PushCodec(gx.chain(), PARAMS, None)
-    outgoing, _ = codec.update(gradients(), codec.state, PARAMS)
+    outgoing, _ = codec.update(gradients(), codec.init(PARAMS), PARAMS)
     outgoing.parts[0].fill_(float("nan"))
     with pytest.raises(WireFormatError, match="push 0 has values that are not finite"):
         codec.decode(codec.encode(outgoing, 0), 0)
