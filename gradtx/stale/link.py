@@ -24,15 +24,23 @@ from gradtx.stale.mailbox import (
 )
 from gradtx.wire import WireFormatError
 
+_LONGEST_REASON = 2000  # bytes
+
 
 class Link:
-    """The line.
+    """What a worker asks, and what the server replies.
 
     Only its thread touches the store: whatever becomes of a call into it, `ask` returns in time.
 
     Args:
         store: of `torch.distributed`, in which the server can be found.
         timeout: seconds after which a silent server counts as dead.
+
+    Attributes:
+        number: the worker's, which no other has had.
+
+    Raises:
+        ConnectionError: if the store is not there.
     """
 
     def __init__(self, store: Any, timeout: float) -> None:
@@ -50,12 +58,7 @@ class Link:
         self._sent = 0
         self._thread = threading.Thread(target=self._run, name="gradtx link", daemon=True)
         self._thread.start()
-        self._numbered = self._answer()
-
-    @property
-    def number(self) -> int:
-        """The worker's number, which no other has had."""
-        return int(self._numbered)
+        self.number = int(self._answer())
 
     def ask(self, request: Frame, most: int = 0) -> Frame:
         """Sends a request, and waits for the reply while the server is alive.
@@ -93,7 +96,9 @@ class Link:
             why: what has gone wrong; empty if nothing has.
         """
         self._failure = self._failure or ConnectionError("the worker is closed")
-        self._requests.put(Frame(Kind.LEAVE, body=as_body(why.encode())).encode())
+        self._requests.put(
+            Frame(Kind.LEAVE, body=as_body(why.encode(errors="replace")[:_LONGEST_REASON])).encode()
+        )
         self.end()
 
     def end(self) -> None:

@@ -127,7 +127,7 @@ class Switchboard:
         """Forgets a caller with whom something is wrong, and leaves word for it."""
         if number in self.callers:
             text = f"the parameter server no longer counts this worker in: it {why}"
-            self._mailbox.store.set(gone_key(number), text)
+            self._mailbox.store.set(gone_key(number), text.encode(errors="replace"))
             self.hang_up(number)
             self._on_failure(number, why)
 
@@ -140,7 +140,7 @@ class Switchboard:
         """
         if not self.callers:
             return
-        self._mailbox.store.set(STOP, why)
+        self._mailbox.store.set(STOP, why.encode(errors="replace"))
         deadline = time.monotonic() + self._timeout
         while self.callers and time.monotonic() < deadline and not exiting.is_set():
             self.tick()
