@@ -48,14 +48,16 @@ class Link:
         self._mailbox = Mailbox(store, self._tick)
         self._clockwork = Clockwork(timeout)
         self._interval = beat_interval(timeout)
-        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        # Not SimpleQueue: if its `get` wakes up late and finds nothing, it forgets the time-out.
+        self._requests: queue.Queue[Frame] = queue.Queue()
+        self._answers: queue.Queue[bytes | Exception] = queue.Queue()
         self._failure: Exception | None = None
         self._silence = Silence(timeout)
         self._beats = 0
         self._most = LONGEST_TEXT
         self._number: int | None = None
         self._sent = 0
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="gradtx link", daemon=True)
         self._thread.start()
         self.number = int(self._answer())
@@ -74,7 +76,7 @@ class Link:
         """
         self._raise_failure()
         self._most = HEAD_NBYTES + max(most, LONGEST_TEXT)
-        self._requests.put(request.encode())
+        self._requests.put(request)
         try:
             reply = Frame.decode(self._answer())
             if reply.kind is Kind.REFUSED:
@@ -96,15 +98,18 @@ class Link:
             why: what has gone wrong; empty if nothing has.
         """
         self._failure = self._failure or ConnectionError("the worker is closed")
-        self._requests.put(
-            Frame(Kind.LEAVE, body=as_body(why.encode(errors="replace")[:_LONGEST_REASON])).encode()
-        )
-        self.end()
+        reason = as_body(why.encode(errors="replace")[:_LONGEST_REASON])
+        self._requests.put(Frame(Kind.LEAVE, body=reason))
+        self._thread.join(self._timeout)
 
     def end(self) -> None:
-        """Ends the thread, which then gives no more signs of life."""
-        self._requests.put(None)
-        self._thread.join(self._timeout)
+        """Ends the thread, which then gives no more signs of life.
+
+        It takes no lock: the garbage collector may call it anywhere.
+        """
+        self._ended = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._timeout)
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, (RankMismatchError, WireFormatError)):
@@ -138,7 +143,7 @@ class Link:
             self._carry(number)
         except (RankMismatchError, WireFormatError) as error:
             with suppress(Exception):
-                self._hand_in(Frame(Kind.LEAVE).encode())
+                self._hand_in(Frame(Kind.LEAVE))
             self._answers.put(error)
         except Exception as error:
             self._answers.put(
@@ -147,25 +152,23 @@ class Link:
 
     def _carry(self, number: int) -> None:
         """Carries requests and replies until the end, signs of life between them."""
-        key, asked = "", False
-        while True:
+        asked = False
+        while not self._ended:
             self._tick()
-            try:
+            with suppress(queue.Empty):
                 request = self._requests.get(timeout=POLL if asked else self._interval)
-            except queue.Empty:
-                request = b""
-            if request is None:
-                return
-            if request:
                 self._hand_in(request)
-                key, asked = f"reply/{number}/{self._sent}", True
+                if request.kind is Kind.LEAVE:
+                    return
+                asked = True
+            key = f"reply/{number}/{self._sent}"
             if asked and (reply := self._mailbox.take(key, self._most)) is not None:
                 self._answers.put(reply)
                 asked = False
 
-    def _hand_in(self, request: bytes) -> None:
+    def _hand_in(self, request: Frame) -> None:
         self._sent += 1
-        self._mailbox.post(f"request/{self._number}/{self._sent}", request)
+        self._mailbox.post(f"request/{self._number}/{self._sent}", request.encode())
         self._mailbox.store.add(BELL, 1)
 
     def _tick(self) -> None:

@@ -135,7 +135,7 @@ def test_an_interpreter_that_holds_server_and_worker_exits():
         "worker = gx.Worker(store, apart.start(), apart.TX)\nprint(worker.clock)"
     )
     with interpreter(code) as child:
-        out, errors = child.communicate(timeout=25)
+        out, errors = child.communicate(timeout=60)
     assert (child.returncode, out) == (0, "0\n"), errors
 
 
@@ -150,6 +150,6 @@ def test_an_interpreter_whose_server_is_silent_exits():
         child.stdin.flush()
         assert child.stdout.readline() == "there\n"
         os.kill(server.process.pid, signal.SIGSTOP)
-        out, errors = child.communicate("go\n", timeout=25)
+        out, errors = child.communicate("go\n", timeout=60)
     expected = "no sign of life from the parameter server in 2 s\n"
     assert (child.returncode, out) == (0, expected), errors
