@@ -90,7 +90,6 @@ class Push(Exchange):
             bool(x.isfinite().all()) for x in sent if x.is_floating_point()
         )
         self.outgoing = outgoing if good else None
-        context.progress.absent = context.absent
         context.progress.finite = good
         nothing = [
             None
