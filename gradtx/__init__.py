@@ -46,6 +46,8 @@ from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
+from gradtx.stale.server import ParameterServer, ServerUpdate
+from gradtx.stale.worker import PushReport, Worker
 from gradtx.transforms.accumulate import accumulate
 from gradtx.transforms.clip import clip_by_global_norm, clip_by_local_norm
 from gradtx.transforms.delayed import delayed
@@ -68,18 +70,22 @@ __all__ = [
     "Levels",
     "LowRank",
     "NeverFiniteError",
+    "ParameterServer",
     "Payload",
     "Pipeline",
     "Powers",
     "Predicate",
+    "PushReport",
     "RankMismatchError",
     "Schedule",
+    "ServerUpdate",
     "Signs",
     "Sparse",
     "Stage",
     "SyncReport",
     "Transformation",
     "Violation",
+    "Worker",
     "accumulate",
     "add_decayed_weights",
     "allreduce",

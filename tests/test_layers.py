@@ -17,6 +17,7 @@ BELOW = {
     "transforms": {"core", "backends"},
     "exchange": {"core", "backends", "wire"},
     "interop": {"core", "backends", "exchange"},
+    "stale": {"core", "backends", "wire", "exchange"},
 }
 
 
