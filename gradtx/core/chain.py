@@ -545,7 +545,10 @@ def _delayed(parts: list[Transformation]) -> tuple[Transformation, ...]:
         if part.steps == 0:
             return _delayed([*parts[:i], *delayed, *parts[end:]])
         behind = tuple(_enclosed(parts[end:]))
-        front = part.around(_gated(_enclosed([*parts[:i], *delayed])))
+        up_to = _gated(_enclosed([*parts[:i], *delayed]))
+        if not any(isinstance(inner, Gate) for inner in up_to):
+            up_to = (*up_to[:-1], gate(up_to[-1:]))  # A queue is state: nothing bad enters it.
+        front = part.around(up_to)
         return (front, gate(behind)) if behind else (front,)
     return _gated(_enclosed(parts))
 

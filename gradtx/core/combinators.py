@@ -78,6 +78,19 @@ def stages_in(parts: Sequence[Transformation]) -> int:
     return sum(len(part.stages) for part in parts)
 
 
+def within(name: str, inner: Sequence[Any]) -> tuple[Transformation, ...]:
+    """What a combinator is called with, nested chains flattened.
+
+    Raises:
+        ValueError: if one of them acts on neighbours, which a combinator does not offer.
+    """
+    parts = flat(inner)
+    for part in parts:
+        if isinstance(part, Bare):
+            part.refuse_in(name)
+    return parts
+
+
 class Gate(Transformation):
     """What `apply_if_finite` makes: it decides whether a step is taken."""
 
@@ -573,10 +586,8 @@ def apply_if_finite(*inner: Transformation) -> Transformation:
         >>> updates, int(state.total_notfinite)
         ({'w': tensor([0., 0.])}, 1)
     """
-    parts = flat(inner)
+    parts = within("apply_if_finite", inner)
     for part in parts:
-        if isinstance(part, Bare):
-            part.refuse_in("apply_if_finite")
         if part.stage.kind is Kind.UNSCALE and part.stage.stateful:
             raise ValueError(
                 f"apply_if_finite({part.code()}, ...): it waits for what the gate decides and has "

@@ -26,6 +26,7 @@ import torch
 
 from gradtx.backends.registry import NAMESPACE
 from gradtx.core.chain import Chain
+from gradtx.core.combinators import Delaying
 from gradtx.core.payload import Joined, Member, Payload, decode_leaves
 from gradtx.core.rules import Flow
 from gradtx.core.stage import Kind
@@ -36,6 +37,7 @@ from gradtx.core.tree import (
     flatten,
     flatten_with_paths,
     map_leaves,
+    unflatten,
     widen,
 )
 from gradtx.testing.trace import (
@@ -48,7 +50,9 @@ from gradtx.testing.trace import (
     enlarged,
     overflowing_steps,
     scaled,
+    sent_within,
     window_of,
+    windows,
 )
 
 _ULPS = 16
@@ -294,6 +298,66 @@ def bad_step_leaves_no_trace(tx: Transformation, **options: Unpack[Options]) -> 
                 _same_bits("L5", f"{where}: the state", old, new)
 
 
+def once(tx: Transformation, **options: Unpack[Options]) -> None:
+    """L6: a window gives what one large batch gives, and crosses the network once.
+
+    Of the chain without its compressors and delay: after each window of random micro-steps, with
+    weights and loss scales that change, it gives what it gives without `accumulate` for the mean
+    (or sum) of the window, on every rank. Of the whole chain: nothing is sent within a window. The
+    former is not asked of stages that are not gradtx's own, which may turn rounding into anything.
+    Checked on torch.
+    """
+    case = Case(tx, **options)
+    window = window_of(case.tx)
+    if window is None or case.backend != "torch":
+        return
+    n, mean = window.hyperparameters["n"], window.hyperparameters["mean"]
+    dense = [p for p in _uncompressed(case).transformations if not isinstance(p, Delaying)]
+    large = Chain([part for part in dense if part.stage.kind is not Kind.ACCUMULATE])
+    known = all(stage.module == "gx." for stage in case.stages)
+    for size in case.sizes:
+        true = [
+            Step(tuple(map_leaves(widen, tree) for tree in step.gradients))
+            for step in case.draw(size, count=n * case.steps)
+        ]
+        micro = scaled(true) if case.unscales else true
+        weights = [
+            [float(1 + (j + rank) % n) if mean else 1.0 for j in range(n)] for rank in range(size)
+        ]
+        for rank, sent in enumerate(sent_within(case.tx, case.params, micro, size)):
+            if any(sent):
+                raise LawViolation("L6", f"rank {rank} of {size} sends {sent} bytes in a window")
+        if not known:
+            continue
+        meant, masses = [], []
+        for start in range(0, len(true), n):
+            parts = true[start : start + n]
+            trees, mass = [], _zeros(case)
+            for rank in range(size):
+                own = [step.gradients[rank] for step in parts]
+                total, divisor = _zeros(case), sum(weights[rank]) if mean else 1.0
+                for weight, tree in zip(weights[rank], own, strict=True):
+                    leaves = [None if x is None else x * weight for x in flatten(tree)[0]]
+                    total = _added(total, leaves)
+                mass = _added(mass, _magnitudes(case, own))
+                trees.append(_like(case, [x if x is None else x / divisor for x in total]))
+            meant.append(Step(tuple(trees)))
+            masses.append(mass)
+        got = windows(Chain(dense), case.wide, micro, weights, mean, size)
+        expected = case.trace(large, case.wide, meant, size)
+        for rank, (one, other) in enumerate(zip(got, expected, strict=True)):
+            for number, (a, b) in enumerate(zip(one, other.outputs, strict=True)):
+                where = f"rank {rank} of {size}, window {number}: the result"
+                _same_sums(case, "L6", where, _decoded(a), _decoded(b), masses[number])
+
+
+def _like(case: Case, leaves: Leaves) -> PyTree:
+    """Leaves in FP64 as the tree of the parameters, in FP32 (FP64 for FP64 leaves)."""
+    likes, treespec = flatten(case.wide)
+    pairs = zip(leaves, likes, strict=True)
+    return unflatten(treespec, [x if x is None else x.to(like.dtype) for x, like in pairs])
+
+
 def purity(tx: Transformation, **options: Unpack[Options]) -> None:
     """L7: `update` changes none of its inputs, and equal inputs give equal outputs."""
     case = Case(tx, **options)
@@ -420,12 +484,13 @@ LAWS: Mapping[str, Callable[..., None]] = {
     "L3": protected_leaves,
     "L4": replicas_agree,
     "L5": bad_step_leaves_no_trace,
+    "L6": once,
     "L7": purity,
     "L8": shape,
     "L9": one_norm,
     "L10": it_pays,
 }
-"""The laws by name. L6 speaks of a stage that is not there yet."""
+"""The laws by name."""
 
 
 def check_laws(

@@ -185,6 +185,58 @@ def arguments(step: Step, rank: int, state: Any) -> tuple[PyTree, dict[str, Any]
     return map_leaves(lambda leaf: leaf * factor, step.gradients[rank]), {}
 
 
+def windows(
+    tx: Chain,
+    params: PyTree,
+    micro: Sequence[Step],
+    weights: Sequence[Sequence[float]],
+    weighed: bool,
+    size: int,
+) -> list[list[PyTree]]:
+    """What a chain that accumulates gives at the end of each window, by rank.
+
+    Args:
+        tx: the chain.
+        params: the parameters.
+        micro: the micro-steps of all windows.
+        weights: for each rank, those of a window.
+        weighed: whether to tell them.
+        size: how many ranks.
+    """
+    n = len(weights[0])
+
+    def rank(i: int) -> list[PyTree]:
+        state, out = tx.init(params), []
+        for number, step in enumerate(micro):
+            gradients, extra = arguments(step, i, state)
+            if weighed:
+                extra["weight"] = weights[i][number % n]
+            updates, state = tx.update(gradients, state, params, **extra)
+            if number % n == n - 1:
+                out.append(updates)
+        return out
+
+    return run_ranks(size, rank)
+
+
+def sent_within(tx: Chain, params: PyTree, micro: Sequence[Step], size: int) -> list[list[int]]:
+    """For each rank, the bytes that it sends in the micro-steps that end no window."""
+    window = window_of(tx)
+    n = 1 if window is None else window.hyperparameters["n"]
+
+    def rank(i: int) -> list[int]:
+        group, state, sent = find_group(), tx.init(params), []
+        for number, step in enumerate(micro):
+            before = group.sent
+            gradients, extra = arguments(step, i, state)
+            _, state = tx.update(gradients, state, params, **extra)
+            if number % n != n - 1:
+                sent.append(group.sent - before)
+        return sent
+
+    return run_ranks(size, rank)
+
+
 def calls(
     tx: Chain, params: PyTree, steps: Sequence[Step], size: int, backend: str = "torch"
 ) -> list[list[Call]]:
@@ -365,10 +417,10 @@ class Case:
         """The exchange alone; the identity for a fragment."""
         return Chain(() if self.exchange is None else (self.parts[self.exchange],))
 
-    def draw(self, size: int, params: PyTree = None) -> list[Step]:
+    def draw(self, size: int, params: PyTree = None, *, count: int | None = None) -> list[Step]:
         """True gradients of some ranks; in every other step the last of them lacks a leaf.
 
-        On JAX all of them lack it.
+        On JAX all of them lack it. There are as many steps as the case has, if not told otherwise.
         """
         like = self.params if params is None else params
         generator = torch.Generator().manual_seed(self._seed)
@@ -378,7 +430,8 @@ class Case:
             return _draw(like, generator, number, lacks)
 
         return [
-            Step(tuple(draw(number, rank) for rank in range(size))) for number in range(self.steps)
+            Step(tuple(draw(number, rank) for rank in range(size)))
+            for number in range(self.steps if count is None else count)
         ]
 
     @property
@@ -403,7 +456,8 @@ class Case:
         given = scaled(true) if self.unscales else true
         if not self.has(Kind.TRANSFORM):
             return given, true
-        entry = Chain([part for part in self._entry if not isinstance(part, Filter)])
+        others = (Filter, Delaying)
+        entry = Chain([part for part in self._entry if not isinstance(part, others)])
         ranks = [
             self.trace(entry, self.wide, [Step((s.gradients[i],), s.loss_scale) for s in given], 1)[
                 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradtx import backends
 from gradtx.core.arguments import check_bool, check_whole
-from gradtx.core.combinators import Bare, BareEnclosing, Enclosing, Gate, absent_here, gate
+from gradtx.core.combinators import BareEnclosing, Enclosing, Gate, absent_here, gate, within
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
@@ -20,7 +20,6 @@ from gradtx.core.transformation import (
     Share,
     Transformation,
     finite_flag,
-    flat,
 )
 from gradtx.core.tree import (
     Array,
@@ -164,7 +163,7 @@ def accumulate(
     stage = Stage("accumulate", Kind.ACCUMULATE, arguments, linear=True, stateful=True)
     around = partial(_window, stage, n, mean, on_bad)
     if inner:
-        return around(flat(inner))
+        return around(within("accumulate", inner))
     return BareEnclosing(
         stage, around, "write chain(accumulate(8), allreduce()), or accumulate(8, allreduce())"
     )
@@ -174,9 +173,6 @@ def _window(
     stage: Stage, n: int, mean: bool, on_bad: str, inner: Sequence[Transformation]
 ) -> Window:
     parts = _opened(inner)
-    for part in parts:
-        if isinstance(part, Bare):
-            part.refuse_in("accumulate")
     held = gate(_weighing(parts))
     exchanges = held.stage.kind is Kind.EXCHANGE
 
@@ -213,7 +209,8 @@ def _window(
         if not flush:
             flag = finite_flag({"finite": finite}, ops)
             state = _absorbed(updates, state, context, _checked(weight), flag, on_bad)
-        shares = not ops.TRACES or weight is not None or on_bad == "leave_out"
+        unequal = not ops.TRACES or weight is not None or on_bad == "leave_out"
+        shares = unequal and not context.alone
         if ops.TRACES:
             # Whether a leaf has been there in the window is not known: so it stays.
             context.progress.absent = ()

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.arguments import check_whole
-from gradtx.core.combinators import Bare, BareDelaying, Delaying, run
+from gradtx.core.combinators import BareDelaying, Delaying, run, within
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Context, Transformation, flat
+from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import (
     Array,
     Info,
@@ -126,7 +126,7 @@ def delayed(*inner: Transformation, steps: int) -> Transformation:
     )
     around = partial(_delayed, stage, steps)
     if inner:
-        return around(flat(inner))
+        return around(within("delayed", inner))
     return BareDelaying(
         stage,
         steps,
@@ -136,9 +136,6 @@ def delayed(*inner: Transformation, steps: int) -> Transformation:
 
 
 def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delayed:
-    for part in parts:
-        if isinstance(part, Bare):
-            part.refuse_in("delayed")
     if not parts or parts[-1].stage.kind is not Kind.EXCHANGE:
         codes = ", ".join(part.code() for part in parts)
         raise ValueError(f"delayed({codes}, steps={steps}): expected an exchange at the end")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradtx import backends
-from gradtx.core.combinators import Bare, BareEnclosing, Enclosing, run
+from gradtx.core.combinators import BareEnclosing, Enclosing, run, within
 from gradtx.core.stage import Kind, Stage
-from gradtx.core.transformation import Transformation, flat
+from gradtx.core.transformation import Transformation
 from gradtx.core.tree import (
     Array,
     Info,
@@ -79,7 +79,7 @@ def master_weights(*inner: Transformation) -> Transformation:
         tensor([0.9922], dtype=torch.bfloat16)
     """
     if inner:
-        return _around(flat(inner))
+        return _around(within("master_weights", inner))
     return BareEnclosing(
         STAGE,
         _around,
@@ -91,9 +91,6 @@ def master_weights(*inner: Transformation) -> Transformation:
 def _around(parts: Sequence[Transformation]) -> Transformation:
     if not parts:
         return master_weights()
-    for part in parts:
-        if isinstance(part, Bare):
-            part.refuse_in("master_weights")
 
     def init(params: PyTree, info: Info | None) -> MasterWeightsState:
         masters = map_leaves(master_of, params)
