@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -66,8 +67,8 @@ class Background:
         )
         self._last: Job | None = None
         self._thread.start()
-        # Also when the interpreter exits, while threads still run.
         self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread)
+        _running.add(self)
 
     def submit(self, fn: Callable[[], Any]) -> Job:
         """Begins a job.
@@ -100,4 +101,16 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 def _stop(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
     jobs.put(None)
-    thread.join(_PATIENCE)
+    if thread is not threading.current_thread():  # The collector may run in any.
+        thread.join(_PATIENCE)
+
+
+_running: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+# Registered after the imports above, and so called before what they have registered: what a job
+# needs is still there.
+@atexit.register
+def _close_all() -> None:
+    for background in list(_running):
+        background.close()

@@ -16,7 +16,7 @@ from gradtx.core.chain import Chain, ChainState, fail
 from gradtx.core.stage import Kind
 from gradtx.core.tree import PyTree, flatten, map_leaves, unflatten, widen
 from gradtx.exchange.group import Group
-from gradtx.transforms.delayed import Delayed, DelayedState, Result, outcome_of
+from gradtx.transforms.delayed import DelayedState, Result, delayed, outcome_of
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ class Overlapped:
     """
 
     def __init__(self, tx: Chain, group: Group, params: PyTree, state: Any) -> None:
-        delayed, *behind = tx.core
-        if not isinstance(delayed, Delayed):
-            raise TypeError(f"{tx.code()} delays nothing")
+        _, *behind = tx.core
         self._params, self._own = params, group.sibling()
         exchange: Any = tx.exchange
-        self._front = Chain([*tx.before_delay, exchange.over(self._own)])
+        # The same parts as those of the chain, over another group.
+        again = Chain([*tx.before_delay, delayed(exchange.over(self._own), steps=tx.delay)])
+        self._front = Chain(again.core[0].parts)
         self._behind = Chain(behind) if behind else None
         self._background = Background()
         window = next((s for s in self._front.stages if s.kind is Kind.ACCUMULATE), None)
@@ -122,11 +122,10 @@ class Overlapped:
         """As the functional form has it, after the last step; waits for what is under way."""
         self._background.wait()
         results = tuple(entry.result() for entry in self._queue)
-        delayed = DelayedState(
-            tuple(outcome.updates for outcome in results), self._ready, self._front_state.states
-        )
+        queue = tuple(outcome.updates for outcome in results)
+        late = DelayedState(queue, self._ready, self._front_state.states)
         behind = () if self._behind is None else self._behind_state.states
-        return ChainState(self._front_state.layout, (delayed, *behind))
+        return ChainState(self._front_state.layout, (late, *behind))
 
     @state.setter
     def state(self, state: ChainState) -> None:
@@ -134,14 +133,14 @@ class Overlapped:
         self._take_up(state)
 
     def _take_up(self, state: ChainState) -> None:
-        delayed, *behind = state.states
-        self._front_state = ChainState(state.layout, delayed.inner_states)
+        late, *behind = state.states
+        self._front_state = ChainState(state.layout, late.inner_states)
         self._behind_state: Any = ChainState(state.layout, tuple(behind)) if behind else None
-        self._ready = delayed.ready
-        window = window_state(delayed.inner_states)
+        self._ready = late.ready
+        window = window_state(late.inner_states)
         self._count = 0 if window is None else int(window.count)
         self._queue: deque[Job] = deque(
-            Job.done(Outcome(result, bool(result.good))) for result in delayed.queue
+            Job.done(Outcome(result, bool(result.good))) for result in late.queue
         )
 
     def step(self, gradients: PyTree, **extra: Any) -> Outcome:
