@@ -351,11 +351,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
         raise ImportError("scikit-learn not found: pip install 'gradtx[demo]'")
     if args.plot is not None:
         check_plot(args.plot)
+    check(settings)
     first = settings.jobs[0].points[0]
     for step in args.at:
         if not first <= step <= settings.steps:
             raise ValueError(f"--at {step}: expected one of the steps from {first} to {args.steps}")
-    check(settings)
     return settings
 
 
