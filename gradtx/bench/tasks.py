@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 
 import torch
@@ -36,6 +37,7 @@ class Task:
     learning_rate: float
 
 
+@cache
 def digits_task() -> Task:
     """Images of digits, and a convolutional network with BatchNorm: 40,506 parameters."""
     data = digits.Digits.load()
@@ -47,6 +49,7 @@ def digits_task() -> Task:
     return Task(digits.network, batches, (data.test_images, data.test_labels), 0.2)
 
 
+@cache
 def text_task() -> Task:
     """The characters of real text, and a transformer with LayerNorm: about 115,000 parameters."""
     corpus = text.Corpus.load()
