@@ -144,6 +144,16 @@ def blocks(x: Array, size: int) -> Array:
     return jnp.reshape(jnp.pad(x, (0, -x.shape[0] % size)), (-1, size))
 
 
+def table(x: Array, count: int, length: int) -> Array:
+    """The flat `x` in so many rows of a length, filled up with zeros."""
+    return jnp.reshape(jnp.pad(x, (0, count * length - x.shape[0])), (count, length))
+
+
+def repeat(x: Array, count: int) -> Array:
+    """`x` so many times, along a new first axis."""
+    return jnp.broadcast_to(x, (count, *x.shape))
+
+
 def limit(x: Array, bound: float) -> Array:
     """`x` limited to ``-bound`` to `bound`; NaN gives zero."""
     return jnp.nan_to_num(jnp.clip(x, -bound, bound), nan=0.0)

@@ -161,6 +161,16 @@ def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(-1, size)
 
 
+def table(x: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """The flat `x` in so many rows of a length, filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, count * length - x.shape[0])).reshape(count, length)
+
+
+def repeat(x: torch.Tensor, count: int) -> torch.Tensor:
+    """`x` so many times, along a new first axis."""
+    return x.expand(count, *x.shape)
+
+
 def limit(x: torch.Tensor, bound: float) -> torch.Tensor:
     """`x` limited to ``-bound`` to `bound`; NaN gives zero."""
     return x.clamp(-bound, bound).nan_to_num_(0.0)
