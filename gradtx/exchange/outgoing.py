@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,8 @@ from gradtx.core.transformation import Context
 from gradtx.core.tree import Array
 from gradtx.exchange.flags import Flags, Slots
 from gradtx.exchange.message import Packing
-from gradtx.exchange.plan import Plan
+from gradtx.exchange.plan import Costs, Plan
+from gradtx.exchange.two_shot import Shards
 from gradtx.exchange.uneven import tell_nbytes
 from gradtx.wire import Header, encode_message, error_message, message_nbytes
 
@@ -27,6 +28,8 @@ class Sizes:
         leaves: how many leaves the header speaks of.
         segments: the size of each segment of the gathered message, in bytes, with as little in it
             as can be; None if nothing is gathered.
+        shards: for each owner, the size of each segment of the message to it, in bytes; None if
+            there are no owners.
         rooms: for each gathered payload of which a rank sends as much as it needs, how many values
             there is room for.
         buffers: dtype and length of each dense buffer, without flags.
@@ -34,16 +37,23 @@ class Sizes:
 
     leaves: int
     segments: tuple[int, ...] | None
+    shards: tuple[tuple[int, ...], ...] | None
     rooms: tuple[int, ...]
     buffers: tuple[tuple[str, int], ...]
 
     def slots(self, size: int) -> Slots | None:
         """The spare slots of the first dense buffer; None if the flags are in the header."""
-        return Slots(self.leaves, size, self.buffers[0][0]) if self.segments is None else None
+        in_header = self.segments is not None or self.shards is not None
+        return None if in_header else Slots(self.leaves, size, self.buffers[0][0])
 
     def error_message(self, header: Header) -> torch.Tensor:
         """A message of the least size whose header says that this rank has failed."""
         return error_message(header, message_nbytes(self.leaves, self.segments or ()))
+
+    def error_parts(self, header: Header) -> list[torch.Tensor]:
+        """To each owner, a message of the agreed size whose header says the same."""
+        sizes = [message_nbytes(self.leaves, own) for own in self.shards or ()]
+        return [error_message(header, nbytes) for nbytes in sizes]
 
     def error_buffer(self, header: Header, size: int) -> torch.Tensor:
         """A first dense buffer of the agreed size, whose slots say that this rank has failed."""
@@ -67,9 +77,10 @@ class Outgoing(Plan):
         leaves: the leaves that arrive at the exchange, in the order of the layout.
         context: of the step.
         size: how many ranks there are.
-        algorithm: ``"auto"`` or ``"gather"``.
+        algorithm: one of `gradtx.exchange.plan.ALGORITHMS`.
 
     Attributes:
+        shards: which rank owns what of the payloads that are shared out.
         rooms: for the payloads of which a rank sends as much as it needs, the most it can be.
         counts: how much of each this rank sends.
         packing: how this rank lays the payloads into segments.
@@ -91,7 +102,18 @@ class Outgoing(Plan):
             told = tell_nbytes(sum(used_of(payload) is not None for payload in payloads))
             return message_nbytes(len(leaves), [total]) - total + told
 
-        super().__init__(leaves, context, size, algorithm, nbytes, overhead)
+        self.shards = Shards({}, size)
+
+        def shared(payload: Payload) -> float:
+            return 2 * nbytes([payload]) / size
+
+        def sharing(payloads: Mapping[int, Payload]) -> float:
+            self.shards = Shards(payloads, size)
+            return self.shards.nbytes(len(leaves)) - sum(map(shared, payloads.values()))
+
+        super().__init__(leaves, context, size, algorithm, Costs(nbytes, overhead, shared, sharing))
+        if self.shards.payloads.keys() != self.shared.keys():
+            self.shards = Shards(self.shared, size)
         self._used = list(map(used_of, self.payloads))
         places = [None if used is None else used.nonzero().flatten() for used in self._used]
         self.rooms = tuple(used.numel() for used in self._used if used is not None)
@@ -115,8 +137,8 @@ class Outgoing(Plan):
 
     @property
     def ways(self) -> tuple[Any, ...]:
-        """Which leaves are gathered and which payloads are summed, by position."""
-        return tuple(map(tuple, self.places)), tuple(self.summed)
+        """Which leaves are gathered, which payloads are summed and which shared out: positions."""
+        return tuple(map(tuple, self.places)), tuple(self.summed), tuple(self.shared)
 
     @cached_property
     def forms(self) -> dict[str, str]:
@@ -126,11 +148,9 @@ class Outgoing(Plan):
             for places, payload in zip(self.places, self.payloads, strict=True)
             for i in places
         }
-        gathered |= self.summed
-        return {
-            leaf.path: f"as {gathered[i]!r}" if i in gathered else "dense"
-            for i, leaf in enumerate(self.layout.leaves)
-        }
+        forms = {i: f"as {payload!r}" for i, payload in (gathered | self.summed).items()}
+        forms |= {i: f"to owners as {payload!r}" for i, payload in self.shared.items()}
+        return {leaf.path: forms.get(i, "dense") for i, leaf in enumerate(self.layout.leaves)}
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -138,6 +158,7 @@ class Outgoing(Plan):
         return Sizes(
             len(self.absent),
             tuple(self.packing_of([0] * len(self.rooms)).sizes) if self.payloads else None,
+            self.shards.sizes if self.shared else None,
             self.rooms,
             tuple(
                 (dtype, sum(map(self.length, places)))

@@ -1,20 +1,43 @@
-"""How each leaf travels in a step: gathered as a payload, or summed, alone or in its summand.
+"""How each leaf travels in a step.
 
-It follows from shapes and hyperparameters, so all ranks come to the same plan.
+A payload is gathered by all ranks, or goes to owners that add up runs of it and send the sums on in
+its format, or is decoded and summed densely; of some, a summand is summed. It follows from shapes
+and hyperparameters, so all ranks come to the same plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from gradtx import backends
+from gradtx.core.cast import encode_cast
 from gradtx.core.payload import Joined, Member, Payload, decode_leaves
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
 
+ALGORITHMS = ("auto", "gather", "two_shot")
 _ITEMSIZE = {"float32": 4, "float64": 8}
+_NARROW = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one rank sends to one other, in bytes, all shots of a step counted.
+
+    Attributes:
+        gathered: of payloads that are gathered.
+        gathering: what it takes besides to gather some.
+        shared: of a payload of which each rank adds up a part, on average over the ranks.
+        sharing: what it takes besides to share some out.
+    """
+
+    gathered: Callable[[Sequence[Payload]], float]
+    gathering: Callable[[Sequence[Payload]], float]
+    shared: Callable[[Payload], float]
+    sharing: Callable[[Mapping[int, Payload]], float]
 
 
 class Plan:
@@ -24,14 +47,15 @@ class Plan:
         leaves: the leaves that arrive at the exchange, in the order of the layout.
         context: of the step.
         size: how many ranks there are.
-        algorithm: ``"auto"`` or ``"gather"``.
-        nbytes: what some payloads take on the wire together, in bytes, without header.
-        overhead: what gathering takes besides.
+        algorithm: one of `ALGORITHMS`.
+        costs: what the ways cost.
 
     Attributes:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
-        payloads: those that travel compressed, in path order.
+        payloads: those that are gathered, in path order.
         places: for each of them, the positions of its leaves.
+        shared: by position, in path order, those that owners add up. Among both are `Cast` payloads
+            of 16-bit leaves that nothing has compressed.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
         parts: by position, in path order, what is summed.
@@ -43,8 +67,7 @@ class Plan:
         context: Context,
         size: int,
         algorithm: str,
-        nbytes: Callable[[Sequence[Payload]], int],
-        overhead: Callable[[Sequence[Payload]], int],
+        costs: Costs,
     ) -> None:
         self.layout = context.layout
         order = context.layout.by_path
@@ -56,13 +79,15 @@ class Plan:
         }
         self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
         payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
+        if size > 1 and algorithm != "gather":
+            payloads |= self._narrow(leaves)
+            payloads = {i: payloads[i] for i in order if i in payloads}
         dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
-        chosen = list(payloads)
-        if algorithm == "auto":
-            chosen = _worth_it(payloads, dense_nbytes, size, nbytes, overhead)
+        chosen, shared = _ways(payloads, dense_nbytes, size, algorithm, costs)
         self.payloads = [payloads[i] for i in chosen]
         self.places = [_places(i, payloads[i]) for i in chosen]
-        elsewhere = {i for places in self.places for i in places} | set(self.summed)
+        self.shared = {i: payloads[i] for i in shared}
+        elsewhere = {i for places in self.places for i in places} | {*self.summed, *shared}
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
         for i in dense:
@@ -72,6 +97,25 @@ class Plan:
         summands = {i: payload.summand() for i, payload in self.summed.items()}
         summed: dict[int, Any] = dense | summands
         self.parts: dict[int, Array] = {i: summed[i] for i in order if summed.get(i) is not None}
+
+    def _narrow(self, leaves: Sequence[Any]) -> dict[int, Payload]:
+        """The 16-bit leaves that nothing has compressed, in their own format."""
+        kinds = {i: spec.dtype for i, spec in enumerate(self.layout.leaves)}
+        narrow = [
+            i
+            for i, leaf in enumerate(leaves)
+            if kinds[i] in _NARROW and backends.is_array(leaf) and backends.size(leaf)
+        ]
+        out: dict[int, Payload] = {}
+        for kind in _NARROW:
+            places = [i for i in narrow if kinds[i] == kind]
+            wide = [widen(leaves[i]) for i in places]
+
+            def encode(leaf: Array, kind: str = kind) -> Payload:
+                return encode_cast(backends.of(leaf).ravel(leaf), tuple(leaf.shape), kind)
+
+            out.update(zip(places, backends.find(wide).each(encode, wide), strict=True))
+        return out
 
     def _dense_nbytes(self, position: int, payload: Payload) -> int:
         leaves = [self.layout.leaves[i] for i in _places(position, payload)]
@@ -83,7 +127,7 @@ class Plan:
         places: dict[str, list[int]] = {}
         for i in self.parts:
             places.setdefault(self.dtype(i), []).append(i)
-        if not places and not self.payloads:
+        if not places and not self.payloads and not self.shared:
             places["float32"] = []
         return dict(sorted(places.items()))
 
@@ -204,7 +248,7 @@ def results_of(
         size: how many ranks there are.
         op: ``"mean"`` or ``"sum"``.
     """
-    divisor = size if op == "mean" else 1
+    divisor = divisor_of(size, op)
     results = {i: total / divisor for i, total in totals.items()}
     for i, payload in summed.items():
         mean = payload.decode()
@@ -216,23 +260,50 @@ def results_of(
     return results
 
 
-def _worth_it(
+def divisor_of(size: int, op: str) -> int:
+    """What sums over ranks are divided by."""
+    return size if op == "mean" else 1
+
+
+def _ways(
     payloads: dict[int, Payload],
     dense_nbytes: dict[int, int],
     size: int,
-    nbytes: Callable[[Sequence[Payload]], int],
-    overhead: Callable[[Sequence[Payload]], int],
-) -> list[int]:
-    """The positions of the payloads to gather: those that cost less than a dense all-reduce.
+    algorithm: str,
+    costs: Costs,
+) -> tuple[list[int], list[int]]:
+    """The positions of the payloads to gather, and of those to share out among owners.
 
-    Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
-    times the dense leaf.
+    On `N` ranks a ring all-reduce puts ``2 (N - 1) / N`` times the dense leaf on the link; a gather
+    ``N - 1`` copies of a payload. Each is divided by ``(N - 1) / N`` here.
     """
     ranks = max(size, 2)
-    cheaper = [i for i, p in payloads.items() if ranks * nbytes([p]) < 2 * dense_nbytes[i]]
+    able = [i for i, p in payloads.items() if size > 1 and p.grain is not None and p.size]
+    if algorithm != "auto":
+        shared = able if algorithm == "two_shot" else []
+        return [i for i in payloads if i not in set(shared)], shared
+    shared = [
+        i
+        for i in able
+        if ranks * costs.shared(payloads[i])
+        < min(ranks * costs.gathered([payloads[i]]), 2 * dense_nbytes[i])
+    ]
+
+    def pays(places: list[int], nbytes: float) -> bool:
+        return ranks * nbytes < sum(2 * dense_nbytes[i] for i in places)
+
+    owned = {i: payloads[i] for i in shared}
+    if shared and not pays(shared, sum(map(costs.shared, owned.values())) + costs.sharing(owned)):
+        shared = []
+    cheaper = [
+        i
+        for i, payload in payloads.items()
+        if i not in set(shared) and pays([i], costs.gathered([payload]))
+    ]
     chosen = [payloads[i] for i in cheaper]
-    saved = sum(2 * dense_nbytes[i] for i in cheaper)
-    return cheaper if ranks * (nbytes(chosen) + overhead(chosen)) < saved else []
+    if not pays(cheaper, costs.gathered(chosen) + costs.gathering(chosen)):
+        cheaper = []
+    return cheaper, shared
 
 
 def _places(position: int, payload: Payload) -> list[int]:

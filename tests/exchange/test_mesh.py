@@ -18,7 +18,8 @@ jnp = jax.numpy
 optax = pytest.importorskip("optax")
 
 from gradtx.bench.hlo import collective_bytes  # noqa: E402
-from gradtx.exchange.mesh import BLOCK, MeshAxis, _Packing  # noqa: E402
+from gradtx.exchange.arrays import BLOCK, Packing  # noqa: E402
+from gradtx.exchange.mesh import MeshAxis  # noqa: E402
 from meshes import OnMesh, P, laid_out, mesh_of  # noqa: E402
 
 INF, NAN = np.inf, np.nan
@@ -298,7 +299,7 @@ def test_positions_come_through(universe, data):
     indices = sorted(data.draw(st.sets(places, max_size=30)))
     values = jnp.asarray(np.arange(len(indices)), jnp.float32)
     sparse = gx.Sparse(values, jnp.asarray(indices, jnp.int32), (universe,), "float32")
-    packing = _Packing([sparse])
+    packing = Packing([sparse])
     [found] = packing.decode(packing.encode(jnp.asarray(True)))
     assert found.indices.tolist() == indices
     assert found.values.tolist() == values.tolist()

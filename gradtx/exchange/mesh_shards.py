@@ -1,0 +1,136 @@
+"""The two-shot exchange over an axis of a JAX mesh; importing it imports jax.
+
+All devices run one program, so what they own is of one shape: of each leaf, one of as many parts of
+one length as there are devices, the last ones filled up with zeros. See `gradtx.exchange.two_shot`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from gradtx.backends import rows
+from gradtx.core.payload import Payload
+from gradtx.exchange.arrays import Group, Packing, added, nbytes_of
+from gradtx.exchange.plan import Plan, divisor_of
+
+Array = jax.Array
+
+
+class Axis(Protocol):
+    """What is used here of `gradtx.exchange.mesh.MeshAxis`."""
+
+    size: int
+
+    @property
+    def rank(self) -> Any:
+        """This device's number."""
+
+    def all_to_all(self, messages: Array) -> Array:
+        """What all devices have for this one."""
+
+    def all_gather(self, message: Array) -> Array:
+        """What all devices have."""
+
+
+class TwoShot:
+    """One step of the exchange, as the program on one device sees it.
+
+    Args:
+        axis: the devices.
+        plan: of the step.
+    """
+
+    def __init__(self, axis: Axis, plan: Plan) -> None:
+        self._axis, self._plan = axis, plan
+        self._groups = Group.of(list(plan.shared.values()), [[i] for i in plan.shared])
+        self._parts = [_in_rows(group, axis.size) for group in self._groups]
+        # Of any device: all that differs is local.
+        self._own = [rows.row(part, 0) for part in self._parts]
+        self._sums: list[Array] = []
+        self._good: Any = None
+
+    def add_up(self, good: Array) -> Array:
+        """The first shot: adds up what this device owns.
+
+        Args:
+            good: 0-d bool: this device's gradients were finite.
+
+        Returns:
+            0-d bool: those of all devices were.
+        """
+        self._good = good
+        encode: Any = jax.vmap(lambda payloads: Packing(payloads).encode(good))
+        received = self._axis.all_to_all(encode(self._parts))
+        packing = Packing(self._own)
+        self._sums = added(self._groups, packing, received)
+        return packing.all_good(received)
+
+    def send_on(self, op: str, factor: float = 1.0) -> tuple[dict[int, Array], dict[int, Array]]:
+        """The second shot: sends on what this device has added up.
+
+        Args:
+            op: ``"mean"`` or ``"sum"``.
+            factor: what results are multiplied by.
+
+        Returns:
+            What the exchange gives, flat, by position; and by position, flat, what this device has
+            left out of its parts, as it is to be sent again.
+        """
+        divisor = divisor_of(self._axis.size, op)
+        exact = [total / divisor * factor for total in self._sums]
+        encoded = [
+            group.mapped(_again)(own, values)
+            for group, own, values in zip(self._groups, self._own, exact, strict=True)
+        ]
+        received = self._axis.all_gather(Packing(encoded).encode(self._good))
+        packing = Packing(encoded)
+
+        def decoded(message: Array) -> list[Array]:
+            found = zip(self._groups, packing.decode(message), strict=True)
+            return [group.decode(payload) for group, payload in found]
+
+        results = self._by_place(jax.vmap(decoded)(received))
+        here = jnp.arange(self._axis.size) == self._axis.rank
+        left_out = [
+            (values - group.decode(payload)) * divisor
+            for group, values, payload in zip(self._groups, exact, encoded, strict=True)
+        ]
+        returned = self._by_place([_at(here, values) for values in left_out])
+        return results, {i: x for i, x in returned.items() if i in self._plan.found}
+
+    def _by_place(self, parts: list[Array]) -> dict[int, Array]:
+        """The leaves, flat, by position: of the parts of all devices, ``[size, ..., length]``."""
+        out = {}
+        for group, values in zip(self._groups, parts, strict=True):
+            for number, [place] in enumerate(group.places):
+                own = values[:, number] if len(group.places) > 1 else values
+                out[place] = jnp.ravel(own)[: group.size].astype(self._plan.dtype(place))
+        return out
+
+
+def shard_nbytes(payload: Payload, size: int) -> float:
+    """What a device sends to one other in both shots, in bytes."""
+    return 2 * nbytes_of([payload.in_rows(size, _length(payload, size))]) / size
+
+
+def _length(payload: Payload, size: int) -> int:
+    """How many values each device owns."""
+    grain = payload.grain or 1
+    return -(-payload.size // (size * grain)) * grain
+
+
+def _in_rows(group: Group, size: int) -> Any:
+    length = _length(group.payload, size)
+    return group.mapped(lambda payload: payload.in_rows(size, length), out_axes=1)(group.payload)
+
+
+def _at(here: Array, values: Array) -> Array:
+    """``[size, ...]``: the values where it is this device's turn, else zeros."""
+    return jnp.where(jnp.reshape(here, (-1,) + (1,) * values.ndim), values, 0.0)
+
+
+def _again(payload: Payload, values: Array) -> Payload:
+    return payload.again(values)
