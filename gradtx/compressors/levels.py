@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gradtx import backends
 from gradtx.core.payload import Payload, register_payload
@@ -49,7 +49,7 @@ class Levels(Payload):
         norms = ops.table(self.norms, count, length // self.block)
         return self._like(codes, norms, (length,))
 
-    def again(self, flat: Array) -> Payload:
+    def again(self, flat: Array, start: Any) -> Payload:
         """Other values to the nearest level, whatever the norm was: the closest is the largest."""
         return self._encoded(flat, 0.5)
 
@@ -83,18 +83,18 @@ class RandomLevels(Levels):
     """`Levels` that were rounded at random, and are where they are rounded again.
 
     Attributes:
-        key: what further random numbers are drawn from; each rank has its own.
+        key: what further random numbers are drawn from: of all ranks', owners take the first.
     """
 
     children = ("codes", "norms", "key")
-    codecs: ClassVar[dict[str, str]] = {"key": "local"}
     key: Array
 
-    def again(self, flat: Array) -> Payload:
+    def again(self, flat: Array, start: Any) -> Payload:
         """Other values, right on average."""
         ops = backends.of(flat)
         key = ops.random_key(self.key, _AGAIN)
-        return at_random(self._encoded(flat, ops.uniform(key, flat.shape[0], flat)), self.key)
+        noise = ops.uniform(key, flat.shape[0], flat, start)
+        return at_random(self._encoded(flat, noise), self.key)
 
     def in_rows(self, count: int, length: int) -> Levels:
         """Runs of values, filled up with zeros; all have one key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.payload import Payload, register_payload
@@ -79,7 +79,7 @@ class Cast(Payload):
         codes = ops.table(self.codes, count, length)
         return Cast(codes, exponents, self.format, (length,), self.dtype)
 
-    def again(self, flat: Array) -> Payload:
+    def again(self, flat: Array, start: Any) -> Payload:
         """Other values in the same format."""
         return encode_cast(flat, tuple(flat.shape), self.format)
 

@@ -133,11 +133,12 @@ class Payload:
         """
         raise NotImplementedError
 
-    def again(self, flat: Any) -> Payload:
+    def again(self, flat: Any, start: Any) -> Payload:
         """Other values in the format of this payload, and as exact; where that is at random, anew.
 
         Args:
-            flat: in the dtype of this payload.
+            flat: a run of values of the leaf, in the dtype of this payload.
+            start: where the run starts; a whole number, which may be traced.
         """
         raise NotImplementedError
 

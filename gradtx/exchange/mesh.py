@@ -19,8 +19,8 @@ from gradtx.core.payload import Payload
 from gradtx.core.transformation import Context
 from gradtx.core.tree import arrays_in
 from gradtx.exchange.arrays import Group, Packing, added, nbytes_of
-from gradtx.exchange.mesh_shards import TwoShot, shard_nbytes
-from gradtx.exchange.plan import Costs, Plan, further_rounds, results_of
+from gradtx.exchange.mesh_shards import TwoShot
+from gradtx.exchange.plan import Plan, further_rounds, results_of
 
 Array = jax.Array
 
@@ -202,7 +202,7 @@ def exchange(
         algorithm: one of `gradtx.exchange.plan.ALGORITHMS`.
         finite: 0-d bool: this device's gradients were finite; None does not say.
     """
-    plan = Plan(leaves, context, axis.size, algorithm, _costs(axis.size))
+    plan = Plan(leaves, context, axis.size, algorithm, nbytes_of, lambda payloads: 1)
     good = jnp.asarray(True) if finite is None else finite
     totals: dict[int, Array] = {}
     agreed: Array | None = None
@@ -235,12 +235,6 @@ def exchange(
         sent_on, returned = shots.send_on(op)
         results |= sent_on
     return Exchanged(plan.shaped(leaves, results), plan.late(summed), returned, agreed)
-
-
-def _costs(size: int) -> Costs:
-    return Costs(
-        nbytes_of, lambda payloads: 1, lambda payload: shard_nbytes(payload, size), lambda owned: 2
-    )
 
 
 def _varying(x: Array) -> Any:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from gradtx.backends import rows
 from gradtx.core.payload import Payload
-from gradtx.exchange.arrays import Group, Packing, added, nbytes_of
-from gradtx.exchange.plan import Plan, divisor_of
+from gradtx.exchange.arrays import Group, Packing, added
+from gradtx.exchange.plan import Plan, divisor_of, shard_length
 
 Array = jax.Array
 
@@ -47,8 +47,7 @@ class TwoShot:
         self._axis, self._plan = axis, plan
         self._groups = Group.of(list(plan.shared.values()), [[i] for i in plan.shared])
         self._parts = [_in_rows(group, axis.size) for group in self._groups]
-        # Of any device: all that differs is local.
-        self._own = [rows.row(part, 0) for part in self._parts]
+        self._first: list[Payload] = []
         self._sums: list[Array] = []
         self._good: Any = None
 
@@ -64,7 +63,8 @@ class TwoShot:
         self._good = good
         encode: Any = jax.vmap(lambda payloads: Packing(payloads).encode(good))
         received = self._axis.all_to_all(encode(self._parts))
-        packing = Packing(self._own)
+        packing = Packing([rows.row(part, 0) for part in self._parts])
+        self._first = packing.decode(received[0])
         self._sums = added(self._groups, packing, received)
         return packing.all_good(received)
 
@@ -82,8 +82,8 @@ class TwoShot:
         divisor = divisor_of(self._axis.size, op)
         exact = [total / divisor * factor for total in self._sums]
         encoded = [
-            group.mapped(_again)(own, values)
-            for group, own, values in zip(self._groups, self._own, exact, strict=True)
+            group.mapped(self._again)(first, values)
+            for group, first, values in zip(self._groups, self._first, exact, strict=True)
         ]
         received = self._axis.all_gather(Packing(encoded).encode(self._good))
         packing = Packing(encoded)
@@ -101,6 +101,9 @@ class TwoShot:
         returned = self._by_place([_at(here, values) for values in left_out])
         return results, {i: x for i, x in returned.items() if i in self._plan.found}
 
+    def _again(self, first: Payload, values: Array) -> Payload:
+        return first.again(values, self._axis.rank * values.shape[0])
+
     def _by_place(self, parts: list[Array]) -> dict[int, Array]:
         """The leaves, flat, by position: of the parts of all devices, ``[size, ..., length]``."""
         out = {}
@@ -111,26 +114,11 @@ class TwoShot:
         return out
 
 
-def shard_nbytes(payload: Payload, size: int) -> float:
-    """What a device sends to one other in both shots, in bytes."""
-    return 2 * nbytes_of([payload.in_rows(size, _length(payload, size))]) / size
-
-
-def _length(payload: Payload, size: int) -> int:
-    """How many values each device owns."""
-    grain = payload.grain or 1
-    return -(-payload.size // (size * grain)) * grain
-
-
 def _in_rows(group: Group, size: int) -> Any:
-    length = _length(group.payload, size)
+    length = shard_length(group.payload, size)
     return group.mapped(lambda payload: payload.in_rows(size, length), out_axes=1)(group.payload)
 
 
 def _at(here: Array, values: Array) -> Array:
     """``[size, ...]``: the values where it is this device's turn, else zeros."""
     return jnp.where(jnp.reshape(here, (-1,) + (1,) * values.ndim), values, 0.0)
-
-
-def _again(payload: Payload, values: Array) -> Payload:
-    return payload.again(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from gradtx.core.transformation import Context
 from gradtx.core.tree import Array
 from gradtx.exchange.flags import Flags, Slots
 from gradtx.exchange.message import Packing
-from gradtx.exchange.plan import Costs, Plan
+from gradtx.exchange.plan import Plan
 from gradtx.exchange.two_shot import Shards
 from gradtx.exchange.uneven import tell_nbytes
 from gradtx.wire import Header, encode_message, error_message, message_nbytes
@@ -102,18 +102,8 @@ class Outgoing(Plan):
             told = tell_nbytes(sum(used_of(payload) is not None for payload in payloads))
             return message_nbytes(len(leaves), [total]) - total + told
 
-        self.shards = Shards({}, size)
-
-        def shared(payload: Payload) -> float:
-            return 2 * nbytes([payload]) / size
-
-        def sharing(payloads: Mapping[int, Payload]) -> float:
-            self.shards = Shards(payloads, size)
-            return self.shards.nbytes(len(leaves)) - sum(map(shared, payloads.values()))
-
-        super().__init__(leaves, context, size, algorithm, Costs(nbytes, overhead, shared, sharing))
-        if self.shards.payloads.keys() != self.shared.keys():
-            self.shards = Shards(self.shared, size)
+        super().__init__(leaves, context, size, algorithm, nbytes, overhead)
+        self.shards = Shards(self.shared, size)
         self._used = list(map(used_of, self.payloads))
         places = [None if used is None else used.nonzero().flatten() for used in self._used]
         self.rooms = tuple(used.numel() for used in self._used if used is not None)

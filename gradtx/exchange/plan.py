@@ -8,7 +8,6 @@ and hyperparameters, so all ranks come to the same plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,27 +16,11 @@ from gradtx.core.cast import encode_cast
 from gradtx.core.payload import Joined, Member, Payload, decode_leaves
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
+from gradtx.wire import message_nbytes
 
 ALGORITHMS = ("auto", "gather", "two_shot")
 _ITEMSIZE = {"float32": 4, "float64": 8}
 _NARROW = ("float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What one rank sends to one other, in bytes, all shots of a step counted.
-
-    Attributes:
-        gathered: of payloads that are gathered.
-        gathering: what it takes besides to gather some.
-        shared: of a payload of which each rank adds up a part, on average over the ranks.
-        sharing: what it takes besides to share some out.
-    """
-
-    gathered: Callable[[Sequence[Payload]], float]
-    gathering: Callable[[Sequence[Payload]], float]
-    shared: Callable[[Payload], float]
-    sharing: Callable[[Mapping[int, Payload]], float]
 
 
 class Plan:
@@ -48,7 +31,8 @@ class Plan:
         context: of the step.
         size: how many ranks there are.
         algorithm: one of `ALGORITHMS`.
-        costs: what the ways cost.
+        nbytes: what some payloads take on the wire together, in bytes, without header.
+        overhead: what gathering takes besides.
 
     Attributes:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
@@ -67,7 +51,8 @@ class Plan:
         context: Context,
         size: int,
         algorithm: str,
-        costs: Costs,
+        nbytes: Callable[[Sequence[Payload]], int],
+        overhead: Callable[[Sequence[Payload]], int],
     ) -> None:
         self.layout = context.layout
         order = context.layout.by_path
@@ -82,12 +67,18 @@ class Plan:
         if size > 1 and algorithm != "gather":
             payloads |= self._narrow(leaves)
             payloads = {i: payloads[i] for i in order if i in payloads}
+        able = algorithm != "gather" and size > 1
+        self.shared = {i: p for i, p in payloads.items() if able and p.grain is not None and p.size}
         dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
-        chosen, shared = _ways(payloads, dense_nbytes, size, algorithm, costs)
-        self.payloads = [payloads[i] for i in chosen]
-        self.places = [_places(i, payloads[i]) for i in chosen]
-        self.shared = {i: payloads[i] for i in shared}
-        elsewhere = {i for places in self.places for i in places} | {*self.summed, *shared}
+        if algorithm == "auto":
+            header = message_nbytes(len(leaves), [])
+            self.shared = _worth_sharing(self.shared, dense_nbytes, size, nbytes, header)
+        payloads = {i: payload for i, payload in payloads.items() if i not in self.shared}
+        if algorithm == "auto":
+            payloads = _worth_it(payloads, dense_nbytes, size, nbytes, overhead)
+        self.payloads = list(payloads.values())
+        self.places = [_places(i, payload) for i, payload in payloads.items()]
+        elsewhere = {i for places in self.places for i in places} | {*self.summed, *self.shared}
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
         for i in dense:
@@ -265,45 +256,57 @@ def divisor_of(size: int, op: str) -> int:
     return size if op == "mean" else 1
 
 
-def _ways(
+def shard_length(payload: Payload, size: int) -> int:
+    """How many values each rank owns if it is cut in equal parts, at multiples of the grain."""
+    grain = payload.grain or 1
+    return -(-payload.size // (size * grain)) * grain
+
+
+def _worth_sharing(
     payloads: dict[int, Payload],
     dense_nbytes: dict[int, int],
     size: int,
-    algorithm: str,
-    costs: Costs,
-) -> tuple[list[int], list[int]]:
-    """The positions of the payloads to gather, and of those to share out among owners.
+    nbytes: Callable[[Sequence[Payload]], int],
+    header: int,
+) -> dict[int, Payload]:
+    """The payloads to share out among owners: those that cost less than otherwise.
 
-    On `N` ranks a ring all-reduce puts ``2 (N - 1) / N`` times the dense leaf on the link; a gather
-    ``N - 1`` copies of a payload. Each is divided by ``(N - 1) / N`` here.
+    That puts ``2 (N - 1)`` equal parts on the link. Both backends come to the same here, whatever
+    their headers: the sum of what is shared out is rounded, that of what is not is not.
+    """
+    part = {i: _part_nbytes(payload, size, nbytes) for i, payload in payloads.items()}
+    chosen = {
+        i: payload
+        for i, payload in payloads.items()
+        if 2 * size * part[i] < min(size * nbytes([payload]), 2 * dense_nbytes[i])
+    }
+    taken = 2 * size * (sum(part[i] for i in chosen) + header)
+    return chosen if taken < sum(2 * dense_nbytes[i] for i in chosen) else {}
+
+
+def _part_nbytes(payload: Payload, size: int, nbytes: Callable[[Sequence[Payload]], int]) -> float:
+    length = shard_length(payload, size)
+    stop = min(length, payload.size)
+    return nbytes([payload.cut(0, stop)]) * length / stop
+
+
+def _worth_it(
+    payloads: dict[int, Payload],
+    dense_nbytes: dict[int, int],
+    size: int,
+    nbytes: Callable[[Sequence[Payload]], int],
+    overhead: Callable[[Sequence[Payload]], int],
+) -> dict[int, Payload]:
+    """The payloads to gather: those that cost less than a dense all-reduce.
+
+    Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
+    times the dense leaf.
     """
     ranks = max(size, 2)
-    able = [i for i, p in payloads.items() if size > 1 and p.grain is not None and p.size]
-    if algorithm != "auto":
-        shared = able if algorithm == "two_shot" else []
-        return [i for i in payloads if i not in set(shared)], shared
-    shared = [
-        i
-        for i in able
-        if ranks * costs.shared(payloads[i])
-        < min(ranks * costs.gathered([payloads[i]]), 2 * dense_nbytes[i])
-    ]
-
-    def pays(places: list[int], nbytes: float) -> bool:
-        return ranks * nbytes < sum(2 * dense_nbytes[i] for i in places)
-
-    owned = {i: payloads[i] for i in shared}
-    if shared and not pays(shared, sum(map(costs.shared, owned.values())) + costs.sharing(owned)):
-        shared = []
-    cheaper = [
-        i
-        for i, payload in payloads.items()
-        if i not in set(shared) and pays([i], costs.gathered([payload]))
-    ]
-    chosen = [payloads[i] for i in cheaper]
-    if not pays(cheaper, costs.gathered(chosen) + costs.gathering(chosen)):
-        cheaper = []
-    return cheaper, shared
+    cheaper = {i: p for i, p in payloads.items() if ranks * nbytes([p]) < 2 * dense_nbytes[i]}
+    chosen = list(cheaper.values())
+    saved = sum(2 * dense_nbytes[i] for i in cheaper)
+    return cheaper if ranks * (nbytes(chosen) + overhead(chosen)) < saved else {}
 
 
 def _places(position: int, payload: Payload) -> list[int]:

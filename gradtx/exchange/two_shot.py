@@ -75,15 +75,6 @@ class Shards:
         """For each owner, the size of each segment in bytes."""
         return tuple(tuple(packing.sizes) for packing in self.packings)
 
-    def nbytes(self, leaves: int) -> float:
-        """What a rank sends to one other in both shots, in bytes, the average and at most.
-
-        Args:
-            leaves: how many leaves the header speaks of.
-        """
-        owned = [message_nbytes(leaves, sizes) for sizes in self.sizes]
-        return (sum(owned) - min(owned)) / max(len(owned) - 1, 1) + max(owned)
-
     def messages(self, header: Header) -> list[torch.Tensor]:
         """What a rank sends to each owner; nothing if nothing is owned."""
         if not self.payloads:
@@ -134,6 +125,7 @@ class TwoShot:
         self._group, self._plan, self._shards, self._header = group, plan, shards, header
         self._own = shards.pieces[group.rank]
         self._sums: dict[int, torch.Tensor] = {}
+        self._first: list[Payload] = []
         self._error: Exception | None = None
         self.messages = shards.messages(header)
 
@@ -154,7 +146,9 @@ class TwoShot:
             return flags
         check_steps(self._header, [header for header, _ in found], self._group.rank)
         for header, segments in found:
-            for piece, payload in zip(self._own, packing.decode(segments), strict=True):
+            payloads = packing.decode(segments)
+            self._first = self._first or payloads
+            for piece, payload in zip(self._own, payloads, strict=True):
                 self._add(piece.place, payload, header)
         return flags
 
@@ -191,16 +185,14 @@ class TwoShot:
         divisor = divisor_of(self._group.size, op)
         encoded: list[Payload] = []
         returned: dict[int, torch.Tensor] = {}
-        for piece in [] if self._error else self._own:
-            whole = self._shards.payloads[piece.place]
-            run = whole.cut(piece.start, piece.stop)
+        for piece, first in [] if self._error else zip(self._own, self._first, strict=True):
             total = self._sums.pop(piece.place, None)
-            exact = torch.zeros_like(run.decode()) if total is None else total / divisor * factor
-            encoded.append(run.again(exact))
+            exact = torch.zeros_like(first.decode()) if total is None else total / divisor * factor
+            encoded.append(first.again(exact, piece.start))
             if piece.place in self._plan.found:
                 # A mean counts what one rank has for a share of it.
                 left_out = (exact - encoded[-1].decode()) * divisor
-                returned[piece.place] = exact.new_zeros(whole.size)
+                returned[piece.place] = exact.new_zeros(self._shards.payloads[piece.place].size)
                 returned[piece.place][piece.start : piece.stop] = left_out
         return self._gathered(encoded), returned
 
