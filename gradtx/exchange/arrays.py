@@ -132,11 +132,12 @@ class Packing:
         self._forms = [form for field in self._fields for form in _forms(field)]
         self._dtypes = sorted({jnp.dtype(dtype) for _, dtype in self._forms}, key=str)
 
-    def encode(self, good: Array) -> Array:
-        """uint8 ``[n]``: all fields, and whether the gradients were finite."""
+    def encode(self, good: Array | None = None) -> Array:
+        """uint8 ``[n]``: all fields, and whether the gradients were finite, where that is given."""
         parts = [jnp.ravel(part) for field in self._fields for part in _encoded(field)]
         groups = [jnp.concatenate([x for x in parts if x.dtype == kind]) for kind in self._dtypes]
-        return jnp.concatenate([*map(_to_bytes, groups), good.astype(jnp.uint8)[None]])
+        flags = [] if good is None else [good.astype(jnp.uint8)[None]]
+        return jnp.concatenate([*map(_to_bytes, groups), *flags])
 
     def all_good(self, received: Array) -> Array:
         """0-d bool: the gradients of all devices were finite."""

@@ -1,8 +1,8 @@
 """The exchange over an axis of a JAX mesh: inside the compiled program, all shapes static.
 
 Importing it imports jax. There is no handshake and no header: all devices run one program. What
-is gathered, or goes to owners, travels as one array of bytes, with one byte for the bad step; what
-is summed as one array a dtype.
+is gathered, or goes to owners, travels as one array of bytes, and all gather one byte for the bad
+step; what is summed travels as one array a dtype.
 """
 
 from __future__ import annotations
@@ -215,25 +215,26 @@ def exchange(
         agreed = packing.all_good(received)
     shots = TwoShot(axis, plan)
     if plan.shared:
-        told = shots.add_up(good)
-        agreed = told if agreed is None else agreed
+        shots.add_up()
     for dtype, places in plan.dense_places.items():
         parts = [jnp.ravel(plan.parts[i]).astype(dtype) for i in places]
-        if agreed is None:
+        if agreed is None and not plan.shared:
             bad = (~good).astype(dtype)[None]
             total = axis.all_reduce(jnp.concatenate([*parts, bad]))
             agreed, total = total[-1] == 0, total[:-1]
         else:
             total = axis.all_reduce(jnp.concatenate(parts))
         totals |= plan.split(dtype, total)
-    if agreed is None:
-        raise AssertionError("an exchange has a message or a buffer")
     summed = further_rounds(axis.all_reduce, axis.size, plan, totals)
     results = results_of(plan, totals, summed, axis.size, op)
     returned: dict[int, Array] = {}
     if plan.shared:
-        sent_on, returned = shots.send_on(op)
+        sent_on, returned, told = shots.send_on(op, good)
         results |= sent_on
+        # What owners know of each other in the second shot, JAX knows to be the same on all.
+        agreed = told if agreed is None else agreed
+    if agreed is None:
+        raise AssertionError("an exchange has a message or a buffer")
     return Exchanged(plan.shaped(leaves, results), plan.late(summed), returned, agreed)
 
 

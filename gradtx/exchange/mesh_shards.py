@@ -49,35 +49,29 @@ class TwoShot:
         self._parts = [_in_rows(group, axis.size) for group in self._groups]
         self._first: list[Payload] = []
         self._sums: list[Array] = []
-        self._good: Any = None
 
-    def add_up(self, good: Array) -> Array:
-        """The first shot: adds up what this device owns.
-
-        Args:
-            good: 0-d bool: this device's gradients were finite.
-
-        Returns:
-            0-d bool: those of all devices were.
-        """
-        self._good = good
-        encode: Any = jax.vmap(lambda payloads: Packing(payloads).encode(good))
+    def add_up(self) -> None:
+        """The first shot: adds up what this device owns."""
+        encode: Any = jax.vmap(lambda payloads: Packing(payloads).encode())
         received = self._axis.all_to_all(encode(self._parts))
         packing = Packing([rows.row(part, 0) for part in self._parts])
         self._first = packing.decode(received[0])
         self._sums = added(self._groups, packing, received)
-        return packing.all_good(received)
 
-    def send_on(self, op: str, factor: float = 1.0) -> tuple[dict[int, Array], dict[int, Array]]:
+    def send_on(
+        self, op: str, good: Array, factor: float = 1.0
+    ) -> tuple[dict[int, Array], dict[int, Array], Array]:
         """The second shot: sends on what this device has added up.
 
         Args:
             op: ``"mean"`` or ``"sum"``.
+            good: 0-d bool: this device's gradients were finite.
             factor: what results are multiplied by.
 
         Returns:
-            What the exchange gives, flat, by position; and by position, flat, what this device has
-            left out of its parts, as it is to be sent again.
+            What the exchange gives, flat, by position; by position, flat, what this device has left
+            out of its parts, as it is to be sent again; and whether the gradients of all devices
+            were finite.
         """
         divisor = divisor_of(self._axis.size, op)
         exact = [total / divisor * factor for total in self._sums]
@@ -85,7 +79,7 @@ class TwoShot:
             group.mapped(self._again)(first, values)
             for group, first, values in zip(self._groups, self._first, exact, strict=True)
         ]
-        received = self._axis.all_gather(Packing(encoded).encode(self._good))
+        received = self._axis.all_gather(Packing(encoded).encode(good))
         packing = Packing(encoded)
 
         def decoded(message: Array) -> list[Array]:
@@ -99,7 +93,8 @@ class TwoShot:
             for group, values, payload in zip(self._groups, exact, encoded, strict=True)
         ]
         returned = self._by_place([_at(here, values) for values in left_out])
-        return results, {i: x for i, x in returned.items() if i in self._plan.found}
+        kept = {i: x for i, x in returned.items() if i in self._plan.found}
+        return results, kept, packing.all_good(received)
 
     def _again(self, first: Payload, values: Array) -> Payload:
         return first.again(values, self._axis.rank * values.shape[0])
