@@ -281,7 +281,7 @@ def test_what_goes_to_owners_is_not_lost(name):
     on_mesh = on_mesh_of(name, 4)
     grads = gradients(4, 4, 3)
     results = sum(np.asarray(on_mesh.step(tree)["w"], np.float64) for tree in grads)
-    left = np.asarray(on_mesh.state.residual["w"], np.float64).mean(0)
+    left = np.asarray(on_mesh.state.residual["w"], np.float64).reshape(4, 30, 70).mean(0)
     expected = sum(tree["w"].astype(np.float64).mean(0) for tree in grads)
     assert np.abs(left).max() > 1e-5
     np.testing.assert_allclose(results + left, expected, atol=2e-6)
