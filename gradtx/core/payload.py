@@ -183,6 +183,19 @@ class Joined(Payload):
         """The joined payload with other values."""
         return Joined(self.payload.with_values(values), self.parts, self.shape, self.dtype)
 
+    @property
+    def grain(self) -> int | None:
+        """That of what is joined."""
+        return self.payload.grain
+
+    def cut(self, start: int, stop: int) -> Payload:
+        """A run of the values, not joined any more."""
+        return self.payload.cut(start, stop)
+
+    def in_rows(self, count: int, length: int) -> Payload:
+        """Runs of the values, not joined any more."""
+        return self.payload.in_rows(count, length)
+
     def decode(self) -> Any:
         """All leaves, flat, one after the other."""
         return self.payload.decode()

@@ -223,7 +223,7 @@ class Allreduce(Exchange):
         results = results_of(outgoing, totals, summed, group.size, self._op)
         if shots.messages:
             sent_on, context.progress.returned = shots.send_on(self._op)
-            results |= sent_on
+            results |= outgoing.parted(sent_on)
         tree = unflatten(treespec, outgoing.shaped(leaves, results))
         context.progress.finite = flags.not_finite == 0
         good = torch.tensor(context.progress.finite)

@@ -230,7 +230,7 @@ def exchange(
     returned: dict[int, Array] = {}
     if plan.shared:
         sent_on, returned, told = shots.send_on(op, good)
-        results |= sent_on
+        results |= plan.parted(sent_on)
         # What owners know of each other in the second shot, JAX knows to be the same on all.
         agreed = told if agreed is None else agreed
     if agreed is None:

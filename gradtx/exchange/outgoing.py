@@ -128,7 +128,8 @@ class Outgoing(Plan):
     @property
     def ways(self) -> tuple[Any, ...]:
         """Which leaves are gathered, which payloads are summed and which shared out: positions."""
-        return tuple(map(tuple, self.places)), tuple(self.summed), tuple(self.shared)
+        shared = tuple(map(tuple, self.shared_places))
+        return tuple(map(tuple, self.places)), tuple(self.summed), shared
 
     @cached_property
     def forms(self) -> dict[str, str]:
@@ -139,7 +140,8 @@ class Outgoing(Plan):
             for i in places
         }
         forms = {i: f"as {payload!r}" for i, payload in (gathered | self.summed).items()}
-        forms |= {i: f"to owners as {payload!r}" for i, payload in self.shared.items()}
+        owned = zip(self.shared_places, self.shared.values(), strict=True)
+        forms |= {i: f"to owners as {payload!r}" for places, payload in owned for i in places}
         return {leaf.path: forms.get(i, "dense") for i, leaf in enumerate(self.layout.leaves)}
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradtx import backends
 from gradtx.core.cast import encode_cast
-from gradtx.core.payload import Joined, Member, Payload, decode_leaves
+from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
 from gradtx.wire import message_nbytes
@@ -40,6 +40,7 @@ class Plan:
         places: for each of them, the positions of its leaves.
         shared: by position, in path order, those that owners add up. Among both are `Cast` payloads
             of 16-bit leaves that nothing has compressed.
+        shared_places: for each of them, the positions of its leaves.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
         parts: by position, in path order, what is summed.
@@ -78,7 +79,9 @@ class Plan:
             payloads = _worth_it(payloads, dense_nbytes, size, nbytes, overhead)
         self.payloads = list(payloads.values())
         self.places = [_places(i, payload) for i, payload in payloads.items()]
-        elsewhere = {i for places in self.places for i in places} | {*self.summed, *self.shared}
+        self.shared_places = [_places(i, payload) for i, payload in self.shared.items()]
+        moved = [*self.places, *self.shared_places, self.summed]
+        elsewhere = {i for places in moved for i in places}
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
         for i in dense:
@@ -90,22 +93,23 @@ class Plan:
         self.parts: dict[int, Array] = {i: summed[i] for i in order if summed.get(i) is not None}
 
     def _narrow(self, leaves: Sequence[Any]) -> dict[int, Payload]:
-        """The 16-bit leaves that nothing has compressed, in their own format."""
+        """The 16-bit leaves that nothing has compressed, those of a dtype joined, in that dtype."""
         kinds = {i: spec.dtype for i, spec in enumerate(self.layout.leaves)}
-        narrow = [
-            i
-            for i, leaf in enumerate(leaves)
-            if kinds[i] in _NARROW and backends.is_array(leaf) and backends.size(leaf)
-        ]
         out: dict[int, Payload] = {}
         for kind in _NARROW:
-            places = [i for i in narrow if kinds[i] == kind]
-            wide = [widen(leaves[i]) for i in places]
-
-            def encode(leaf: Array, kind: str = kind) -> Payload:
-                return encode_cast(backends.of(leaf).ravel(leaf), tuple(leaf.shape), kind)
-
-            out.update(zip(places, backends.find(wide).each(encode, wide), strict=True))
+            places = [
+                i
+                for i in self.layout.by_path
+                if kinds[i] == kind and backends.is_array(leaves[i]) and backends.size(leaves[i])
+            ]
+            if not places:
+                continue
+            ops = backends.of(leaves[places[0]])
+            flat = ops.concat([ops.ravel(widen(leaves[i])) for i in places])
+            # One scale is enough: what is 16-bit to begin with is so at any scale that it fits.
+            joined = encode_cast(flat, tuple(flat.shape), kind)
+            parts = Parts(tuple((i, tuple(leaves[i].shape)) for i in places))
+            out[places[0]] = Joined(joined, parts, joined.shape, joined.dtype)
         return out
 
     def _dense_nbytes(self, position: int, payload: Payload) -> int:
@@ -137,6 +141,11 @@ class Plan:
             out[i] = total[start : start + self.length(i)]
             start += self.length(i)
         return out
+
+    def parted(self, sent_on: Mapping[int, Array]) -> dict[int, Array]:
+        """What owners have sent on, flat, by position of the payload, for each leaf."""
+        found = [_split(self.shared[i], i, flat) for i, flat in sent_on.items()]
+        return {i: part for parts in found for i, part in parts.items()}
 
     def late(self, summed: Mapping[int, Payload]) -> dict[int, Payload]:
         """Of the payloads that are summed, at their end, those whose values are known only now."""
@@ -182,10 +191,13 @@ def add_payload(
 
 
 def _parts_of(payload: Payload, place: int) -> dict[int, Array]:
+    return _split(payload, place, payload.decode())
+
+
+def _split(payload: Payload, place: int, flat: Array) -> dict[int, Array]:
     if not isinstance(payload, Joined):
-        return {place: payload.decode()}
-    parts = payload.parts.split(payload.decode())
-    return {i: backends.of(part).ravel(part) for i, part in parts.items()}
+        return {place: flat}
+    return {i: backends.of(x).ravel(x) for i, x in payload.parts.split(flat).items()}
 
 
 def further_rounds(

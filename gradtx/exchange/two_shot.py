@@ -16,7 +16,7 @@ import torch
 
 from gradtx import backends
 from gradtx.core.errors import RankMismatchError
-from gradtx.core.payload import Payload
+from gradtx.core.payload import Joined, Payload
 from gradtx.core.tree import arrays_in
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
@@ -157,7 +157,8 @@ class TwoShot:
         return decode_message(data, leaves, packing.sizes, self._header.fingerprint)
 
     def _add(self, place: int, payload: Payload, header: Header) -> None:
-        if header.absent[self._plan.layout.path_ranks[place]]:
+        joined = isinstance(self._shards.payloads[place], Joined)  # Absent leaves are zeros in it.
+        if not joined and header.absent[self._plan.layout.path_ranks[place]]:
             return
         if place in self._sums:
             self._sums[place] = payload.add_to(self._sums[place])

@@ -276,6 +276,12 @@ class TestAuto:
         assert self.places(None, leaves, 3) == ([], [1], [0])
         assert self.places(None, leaves, 3, "gather") == ([], [], [0, 1])
 
+    def test_those_of_a_dtype_travel_together(self):
+        kinds = [torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float16]
+        leaves = {f"p{i}": torch.ones(700, dtype=kind) for i, kind in enumerate(kinds)}
+        assert self.places(None, leaves, 3) == ([], [0, 1], [2])
+        assert self.places(None, leaves, 2) == ([0, 3, 1, 4], [], [2])
+
     @pytest.mark.parametrize(
         ("size", "calls"), [(2, ["all_gather"]), (3, ["all_to_all", "all_gather"])]
     )
@@ -489,6 +495,20 @@ class TestAbsentLeaves:
         for nothing, left, mean in run_ranks(3, one):
             assert (nothing, left) == (None, False)
             assert mean == pytest.approx(2.0, rel=0.05)
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_16_bit_leaves_that_nothing_compresses(self, size):
+        tx = gx.chain(gx.allreduce())
+
+        def one(i):
+            full = {k: torch.full((600,), 3.0, dtype=torch.bfloat16) for k in "uvwx"}
+            state = tx.init(full)
+            return tx.update({**full, "u": None if i == 1 else full["u"], "w": None}, state)[0]
+
+        for out in run_ranks(size, one):
+            assert out["w"] is None
+            assert set(out["u"].tolist()) == {1.5 if size == 2 else 2.0}
+            assert set(out["v"].tolist()) == set(out["x"].tolist()) == {3.0}
 
 
 class Noise(Group):
