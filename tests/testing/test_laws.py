@@ -243,7 +243,7 @@ def test_l8_a_payload_behind_the_exchange(on):
     [
         (gx.allreduce(), gx.allreduce()),
         (gx.allreduce(), gx.topk(0.1), gx.ef()),
-        (gx.topk(0.1), gx.ef(), gx.allreduce(), gx.allreduce()),
+        (gx.topk(0.2), gx.ef(), gx.allreduce(), gx.allreduce()),
     ],
     ids=repr,
 )
