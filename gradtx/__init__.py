@@ -7,7 +7,7 @@ tx = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.01), gx.ef(), gx.allreduce()
 
 __version__ = "0.1.0"
 
-from gradtx.compressors.cast import Cast, cast
+from gradtx.compressors.cast import cast
 from gradtx.compressors.compressor import compressor, random_compressor
 from gradtx.compressors.levels import Levels
 from gradtx.compressors.natural import Powers, natural
@@ -18,6 +18,7 @@ from gradtx.compressors.sign import Signs, sign, sign_quantize
 from gradtx.compressors.ternary import ternary
 from gradtx.compressors.threshold import threshold
 from gradtx.compressors.topk import Sparse, topk, topk_sparsify
+from gradtx.core.cast import Cast
 from gradtx.core.chain import Chain, ChainState, chain
 from gradtx.core.combinators import apply_if_finite, ef, error_feedback, masked
 from gradtx.core.errors import (

@@ -109,6 +109,10 @@ class Spy(Group):
     def all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return super().all_gather(self._note("all_gather", message))
 
+    def all_to_all(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        self._note("all_to_all", torch.cat(parts))
+        return super().all_to_all(parts)
+
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(self._note("all_reduce", buffer))
 
@@ -117,6 +121,9 @@ class Spy(Group):
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return self._inner._all_gather(message)
+
+    def _all_to_all(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._inner._all_to_all(parts)
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         return self._inner._all_reduce(buffer)

@@ -58,8 +58,12 @@ def families(draw):
     """A chain around a compressor that `gs.transformations` does not draw."""
     front = [gx.unscale()] if draw(st.booleans()) else []
     filters = draw(st.lists(gs.filters(), max_size=1))
-    exchange = [draw(gs.exchanges())]
-    return [*front, *filters, *draw(st.sampled_from(FAMILIES)), *exchange]
+    exchange, family = draw(gs.exchanges()), draw(st.sampled_from(FAMILIES))
+    if {part.name for part in family} == {"cast", "ef"} or family[0].name == "quantize":
+        # Whose residual takes what the sum has lost follows from who adds it up, and on a mesh all
+        # devices own as much of each leaf: the same in the mean over ranks, not in each step.
+        exchange = gx.allreduce(op=exchange.hyperparameters["op"], algorithm="gather")
+    return [*front, *filters, *family, exchange]
 
 
 @st.composite

@@ -157,6 +157,16 @@ def blocks(x: Array, size: int) -> Array:
     return jnp.reshape(jnp.pad(x, (0, -x.shape[0] % size)), (-1, size))
 
 
+def table(x: Array, count: int, length: int) -> Array:
+    """The flat `x` in so many rows of a length, filled up with zeros."""
+    return jnp.reshape(jnp.pad(x, (0, count * length - x.shape[0])), (count, length))
+
+
+def repeat(x: Array, count: int) -> Array:
+    """`x` so many times, along a new first axis."""
+    return jnp.broadcast_to(x, (count, *x.shape))
+
+
 def limit(x: Array, bound: float) -> Array:
     """`x` limited to ``-bound`` to `bound`; NaN gives zero."""
     return jnp.nan_to_num(jnp.clip(x, -bound, bound), nan=0.0)
@@ -405,16 +415,19 @@ def random_keys(
     return list(random_key(seed, column, rank, count))
 
 
-def random_bits(key: Array, n: int, like: Array) -> Array:
-    """`n` uint32 numbers, uniform over all bit patterns, a function of the key alone."""
+def random_bits(key: Array, n: int, like: Array, start: int | Array = 0) -> Array:
+    """`n` uint32 numbers, uniform over all bit patterns, a function of the key alone.
+
+    `start` numbers of the key come before them.
+    """
     del like
-    counter = jnp.arange(n, dtype=jnp.uint32)
+    counter = jnp.arange(n, dtype=jnp.uint32) + jnp.asarray(start).astype(jnp.uint32)
     return _mix(_mix(counter ^ key) + _mix(key + jnp.uint32(_GOLDEN)))
 
 
-def uniform(key: Array, n: int, like: Array) -> Array:
-    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``."""
-    return (random_bits(key, n, like) >> 8).astype(jnp.float32) * 2.0**-24
+def uniform(key: Array, n: int, like: Array, start: int | Array = 0) -> Array:
+    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``; see `random_bits`."""
+    return (random_bits(key, n, like, start) >> 8).astype(jnp.float32) * 2.0**-24
 
 
 # The whole number of the same size, the bits of the mantissa, and the bias of the exponent.

@@ -177,6 +177,16 @@ def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(-1, size)
 
 
+def table(x: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """The flat `x` in so many rows of a length, filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, count * length - x.shape[0])).reshape(count, length)
+
+
+def repeat(x: torch.Tensor, count: int) -> torch.Tensor:
+    """`x` so many times, along a new first axis."""
+    return x.expand(count, *x.shape)
+
+
 def limit(x: torch.Tensor, bound: float) -> torch.Tensor:
     """`x` limited to ``-bound`` to `bound`; NaN gives zero."""
     return x.clamp(-bound, bound).nan_to_num_(0.0)
@@ -382,22 +392,23 @@ def random_keys(
     return random_key(seed, column, rank, count).unbind()
 
 
-def random_bits(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
+def random_bits(key: torch.Tensor, n: int, like: torch.Tensor, start: int = 0) -> torch.Tensor:
     """`n` int32 numbers, uniform over all bit patterns, a function of the key alone.
 
     Args:
         key: from `random_key`.
         n: how many, below 2**32.
         like: a tensor on the device to use.
+        start: how many numbers of the key come before them.
     """
     key = _beside(key, like).to(like.device)
-    counter = torch.arange(n, device=like.device).to(torch.int32)
+    counter = torch.arange(start, start + n, device=like.device).to(torch.int32)
     return _mix(_mix(counter.bitwise_xor_(key)).add_(_mix(key + _signed(_GOLDEN))))
 
 
-def uniform(key: torch.Tensor, n: int, like: torch.Tensor) -> torch.Tensor:
-    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``."""
-    bits = random_bits(key, n, like).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
+def uniform(key: torch.Tensor, n: int, like: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """`n` FP32 numbers, multiples of 2**-24 in ``[0, 1)``; see `random_bits`."""
+    bits = random_bits(key, n, like, start).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
     return bits.to(torch.float32).mul_(2.0**-24)
 
 

@@ -2,73 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from gradtx import backends
 from gradtx.compressors.compressor import compressor
 from gradtx.core.arguments import check_bool
-from gradtx.core.payload import Payload, register_payload
+from gradtx.core.cast import FORMATS, encode_cast
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
-from gradtx.core.tree import Array
-
-
-class Format(NamedTuple):
-    """A float format.
-
-    Attributes:
-        top: the exponent that the largest magnitude is scaled to.
-        block: how many values share a scale; None for the whole leaf.
-    """
-
-    top: int
-    block: int | None
-
-
-# E4M3 goes up to 1.75 * 2**8: only below 2**8 is there room for every mantissa. BF16 has the range
-# of FP32, so that any exponent does.
-FORMATS = {
-    "float16": Format(15, None),
-    "bfloat16": Format(15, None),
-    "float8_e4m3fn": Format(7, 256),
-    "float8_e5m2": Format(15, 256),
-}
-# Both 2**n and 2**-n are normal numbers.
-_LIMIT = {"float32": 126, "float64": 1022}
-
-
-@register_payload
-class Cast(Payload):
-    """Values in fewer bits, scaled by powers of two.
-
-    Attributes:
-        codes: ``[n]``: the scaled values, 8-bit ones as uint8.
-        exponents: int16, one a leaf, or ``[ceil(n / 256)]``: what to scale back by.
-        format: the name of the dtype of the codes.
-    """
-
-    children = ("codes", "exponents")
-    static = ("format",)
-    keeps_zeros = True
-    codes: Array
-    exponents: Array
-    format: str
-
-    def at(self, places: Array) -> Payload | None:
-        """Some of the values, if all have one scale."""
-        if FORMATS[self.format].block is not None:
-            return None
-        codes = backends.of(places).take(self.codes, places)
-        return Cast(codes, self.exponents, self.format, tuple(codes.shape), self.dtype)
-
-    def decode(self) -> Array:
-        """The values, scaled back."""
-        ops = backends.of(self.codes)
-        eight_bits = ops.dtype_name(self.codes) == "uint8"
-        codes = ops.bitcast(self.codes, self.format) if eight_bits else self.codes
-        rows = ops.blocks(ops.cast(codes, self.dtype), FORMATS[self.format].block or self.size or 1)
-        scales = ops.power_of_two(self.exponents, self.dtype)
-        return ops.ravel(rows * scales[:, None])[: self.size]
 
 
 def cast(dtype: str, *, feedback: bool = True) -> Transformation:
@@ -119,30 +57,3 @@ def cast(dtype: str, *, feedback: bool = True) -> Transformation:
         feedback=feedback,
     )
     return compressor(stage, lambda flat, shape: encode_cast(flat, shape, dtype))
-
-
-def encode_cast(flat: Array, shape: tuple[int, ...], dtype: str) -> Cast:
-    """The flat FP32 or FP64 values of a leaf in another dtype, scaled."""
-    ops = backends.of(flat)
-    wide = ops.dtype_name(flat)
-    top, block = FORMATS[dtype]
-    rows = ops.blocks(flat, block or max(flat.shape[0], 1))
-    largest = ops.max_magnitude(rows)
-    exponents = ops.limit(top - _rounded_exponent(largest, dtype), _LIMIT[wide])
-    finite = ops.exponent(largest) < _LIMIT[wide] + 2
-    # Times zero, infinity and NaN are NaN: the cast, which in some formats saturates, cannot hide
-    # them.
-    scales = ops.power_of_two(ops.where(finite, exponents, -_LIMIT[wide] - 1), wide)
-    codes = ops.ravel(ops.cast(rows * scales[:, None], dtype))[: flat.shape[0]]
-    if block is not None:
-        codes = ops.bitcast(codes, "uint8")
-    return Cast(codes, ops.cast(-exponents, "int16"), dtype, shape, wide)
-
-
-def _rounded_exponent(x: Array, dtype: str) -> Array:
-    """The exponents of magnitudes once rounded: what is encoded anew keeps its scale."""
-    ops = backends.of(x)
-    wide = ops.dtype_name(x)
-    exponents = ops.limit(ops.exponent(x), _LIMIT[wide])
-    rounded = ops.cast(x * ops.power_of_two(-exponents, wide), dtype)
-    return exponents + ops.exponent(ops.cast(rounded, wide))

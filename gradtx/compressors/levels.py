@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from gradtx import backends
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.tree import Array
@@ -21,13 +23,43 @@ class Levels(Payload):
         block: how many values share a norm.
     """
 
-    children = ("codes", "norms")
+    children: ClassVar[tuple[str, ...]] = ("codes", "norms")
     static = ("base", "block")
     keeps_zeros = True
     codes: Array
     norms: Array
     base: int
     block: int
+
+    @property
+    def grain(self) -> int | None:
+        """What shares a norm stays together; levels that share a byte lie far apart."""
+        return self.block if PER_BYTE[self.base] == 1 else None
+
+    def cut(self, start: int, stop: int) -> Payload:
+        """A run of the values."""
+        norms = self.norms[start // self.block : -(-stop // self.block)]
+        return self._like(self.codes[start:stop], norms, (stop - start,))
+
+    def in_rows(self, count: int, length: int) -> Levels:
+        """Runs of values, filled up with zeros."""
+        ops, zero = backends.of(self.norms), int(steps_of(self.base))
+        # The code of zero is not zero.
+        codes = ops.table(self.codes - zero, count, length) + zero
+        norms = ops.table(self.norms, count, length // self.block)
+        return self._like(codes, norms, (length,))
+
+    def again(self, flat: Array, start: Any) -> Payload:
+        """Other values to the nearest level, whatever the norm was: the closest is the largest."""
+        return self._encoded(flat, 0.5)
+
+    def _encoded(self, flat: Array, noise: Array | float) -> Levels:
+        norms = backends.of(flat).max_magnitude(backends.of(flat).blocks(flat, self.block))
+        shape = tuple(flat.shape)
+        return encode_levels(flat, norms, noise, base=self.base, block=self.block, shape=shape)
+
+    def _like(self, codes: Array, norms: Array, shape: tuple[int, ...]) -> Levels:
+        return type(self)(codes, norms, self.base, self.block, shape, self.dtype)
 
     def decode(self) -> Array:
         """The levels times the norms."""
@@ -44,6 +76,37 @@ class TwoLevels(Levels):
     """`Levels` of base 2, which have none at zero."""
 
     keeps_zeros = False
+
+
+@register_payload
+class RandomLevels(Levels):
+    """`Levels` that were rounded at random, and are where they are rounded again.
+
+    Attributes:
+        key: what further random numbers are drawn from: of all ranks', owners take the first.
+    """
+
+    children = ("codes", "norms", "key")
+    key: Array
+
+    def again(self, flat: Array, start: Any) -> Payload:
+        """Other values, right on average."""
+        ops = backends.of(flat)
+        key = ops.random_key(self.key, _AGAIN)
+        noise = ops.uniform(key, flat.shape[0], flat, start)
+        return at_random(self._encoded(flat, noise), self.key)
+
+    def in_rows(self, count: int, length: int) -> Levels:
+        """Runs of values, filled up with zeros; all have one key."""
+        rows = super().in_rows(count, length)
+        return at_random(rows, backends.of(self.norms).repeat(self.key, count))
+
+    def _like(self, codes: Array, norms: Array, shape: tuple[int, ...]) -> Levels:
+        return at_random(Levels(codes, norms, self.base, self.block, shape, self.dtype), self.key)
+
+
+# Keeps the second rounding of a step independent of the first.
+_AGAIN = 0x41474149
 
 
 def steps_of(base: int) -> float:
@@ -80,6 +143,12 @@ def encode_levels(
     packed = pack(ops.cast(codes, "uint8"), base)
     kind = Levels if base > 2 else TwoLevels
     return kind(packed, norms, base, block, shape, ops.dtype_name(flat))
+
+
+def at_random(levels: Levels, key: Array) -> Levels:
+    """Levels that say that they were rounded at random, by the numbers of a key."""
+    static = levels.base, levels.block, levels.shape, levels.dtype
+    return RandomLevels(levels.codes, levels.norms, key, *static)
 
 
 def pack(digits: Array, base: int) -> Array:

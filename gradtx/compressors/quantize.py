@@ -7,7 +7,7 @@ from typing import Any
 
 from gradtx import backends
 from gradtx.compressors.compressor import compressor, random_compressor
-from gradtx.compressors.levels import Levels, encode_levels, steps_of
+from gradtx.compressors.levels import Levels, at_random, encode_levels, steps_of
 from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
@@ -109,7 +109,8 @@ def quantize(
         return compressor(stage, encode)
 
     def encode_at_random(flat: Array, shape: tuple[int, ...], key: Array) -> Levels:
-        return encode(flat, shape, backends.of(flat).uniform(key, flat.shape[0], flat))
+        levels = encode(flat, shape, backends.of(flat).uniform(key, flat.shape[0], flat))
+        return at_random(levels, key) if bits == 8 else levels
 
     return random_compressor(stage, encode_at_random, seed=seed, shared=False)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.cast import encode_cast
 from gradtx.compressors.compressor import random_compressor
 from gradtx.compressors.topk import VALUES, Sparse
 from gradtx.core.arguments import check_bool, check_ratio, check_whole, count
+from gradtx.core.cast import encode_cast
 from gradtx.core.payload import Payload, register_payload
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.cast import encode_cast
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
 from gradtx.core.arguments import check_bool, check_ratio, count
+from gradtx.core.cast import encode_cast
 from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage

@@ -22,8 +22,9 @@ class Payload:
     from the values; a payload with room to spare says in `used` what an exchange may leave out.
 
     A gathered payload, the ordinary kind, is sent to all ranks, and their decoded values are
-    added. A payload with ``summed = True`` is never sent as it is: the ranks sum its `summand`,
-    once or several times (see `receive`).
+    added. One that says its `grain` may go by way of owners instead: each rank adds up a run of
+    the values of all, and sends the sum on in the same format. A payload with ``summed = True`` is
+    never sent as it is: the ranks sum its `summand`, once or several times (see `receive`).
 
     Attributes:
         children: the array fields, in the order of the constructor.
@@ -109,6 +110,38 @@ class Payload:
         """A payload of its values at some places alone; None if they cannot be taken apart."""
         return None
 
+    @property
+    def grain(self) -> int | None:
+        """Every so many values it can be cut; None if it cannot be."""
+        return None
+
+    def cut(self, start: int, stop: int) -> Payload:
+        """The payload of a run of its values, of shape ``[stop - start]``.
+
+        Args:
+            start: a multiple of the grain.
+            stop: a multiple of it, or the end.
+        """
+        raise NotImplementedError
+
+    def in_rows(self, count: int, length: int) -> Payload:
+        """Runs of its values, of shape ``[length]``: a payload whose arrays have them as rows.
+
+        Args:
+            count: how many; the last ones are filled up with zeros.
+            length: a multiple of the grain.
+        """
+        raise NotImplementedError
+
+    def again(self, flat: Any, start: Any) -> Payload:
+        """Other values in the format of this payload, and as exact; where that is at random, anew.
+
+        Args:
+            flat: a run of values of the leaf, in the dtype of this payload.
+            start: where the run starts; a whole number, which may be traced.
+        """
+        raise NotImplementedError
+
     def with_values(self, values: Any) -> Payload:
         """This payload with its float child replaced, by an array or a further payload."""
         raise TypeError(f"{type(self).__name__} has no values left to compress")
@@ -149,6 +182,19 @@ class Joined(Payload):
     def with_values(self, values: Any) -> Payload:
         """The joined payload with other values."""
         return Joined(self.payload.with_values(values), self.parts, self.shape, self.dtype)
+
+    @property
+    def grain(self) -> int | None:
+        """That of what is joined."""
+        return self.payload.grain
+
+    def cut(self, start: int, stop: int) -> Payload:
+        """A run of the values, not joined any more."""
+        return self.payload.cut(start, stop)
+
+    def in_rows(self, count: int, length: int) -> Payload:
+        """Runs of the values, not joined any more."""
+        return self.payload.in_rows(count, length)
 
     def decode(self) -> Any:
         """All leaves, flat, one after the other."""

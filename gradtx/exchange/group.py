@@ -1,10 +1,10 @@
-"""Who talks: a group of ranks, each with three collectives over flat tensors."""
+"""Who talks: a group of ranks, each with four collectives over flat tensors."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -46,6 +46,16 @@ class Group:
         self.sent += (self.size - 1) * message.numel()
         return self._all_gather(message)
 
+    def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What all ranks have for this one, in rank order.
+
+        Args:
+            parts: for each rank, what it gets: uint8 ``[n]``, where `n` may differ between those
+                that get it, but not between those that send it.
+        """
+        self.sent += sum(part.numel() for i, part in enumerate(parts) if i != self.rank)
+        return self._all_to_all(parts)
+
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, the same bits on each.
 
@@ -74,6 +84,9 @@ class Group:
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [message]
+
+    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(parts)
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer
@@ -128,6 +141,14 @@ class ProcessGroup(Group):
         received = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(received, own, group=self._group)
         return [part.to(message.device) for part in received]
+
+    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = self._here(torch.cat(list(parts)))
+        length = parts[self.rank].numel()
+        received = own.new_empty(length * self.size)
+        lengths = [part.numel() for part in parts]
+        dist.all_to_all_single(received, own, [length] * self.size, lengths, group=self._group)
+        return list(received.to(parts[0].device).split(length)) if length else list(parts)
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
@@ -231,6 +252,11 @@ class ThreadGroup(Group):
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [part.clone() for part in self._hub.swap(self.rank, message.clone())]
+
+    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lengths = [part.numel() for part in parts]
+        swapped = self._hub.swap(self.rank, torch.cat(list(parts)))
+        return [sent.split(lengths)[self.rank].clone() for sent in swapped]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         first, *rest = self._hub.swap(self.rank, buffer.clone())

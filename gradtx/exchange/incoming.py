@@ -13,6 +13,7 @@ from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
+from gradtx.exchange.two_shot import TwoShot, check_steps
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header, decode_message, message_nbytes
 
@@ -23,6 +24,7 @@ def exchange(
     header: Header,
     message: torch.Tensor | None,
     buffers: Sequence[torch.Tensor],
+    shots: TwoShot,
 ) -> tuple[dict[int, torch.Tensor], Flags]:
     """Sends what goes out, and adds up what comes in.
 
@@ -32,10 +34,12 @@ def exchange(
         header: what it says of its step.
         message: the gathered message, or None.
         buffers: the dense buffers.
+        shots: the two-shot exchange of this step; its first shot is made here.
 
     Returns:
-        The sums over ranks, flat, by position of the leaf; and the flags of all ranks. In the place
-        of a payload that is summed stands the sum of its first summand.
+        The sums over ranks, flat, by position of the leaf, without those that have owners; and the
+        flags of all ranks. In the place of a payload that is summed stands the sum of its first
+        summand.
 
     Raises:
         RankMismatchError: on every rank, if one has failed.
@@ -45,6 +49,10 @@ def exchange(
     flags = None
     if message is not None:
         totals, flags = _gather(group, outgoing, header, message)
+    if shots.messages:
+        told = shots.add_up()
+        _stop_if_failed(group, told)
+        flags = flags or told
     for dtype, buffer in zip(outgoing.dense_places, buffers, strict=True):
         total = group.all_reduce(buffer)
         if flags is None:
@@ -76,12 +84,7 @@ def _gather(
     headers = [other for other, _, _ in received]
     flags = Flags.of(headers)
     _stop_if_failed(group, flags)
-    steps = {rank: other.step for rank, other in enumerate(headers) if other.step != header.step}
-    if steps:
-        raise RankMismatchError(
-            f"this is step {header.step} on rank {group.rank}, but "
-            + ", ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
-        )
+    check_steps(header, headers, group.rank)
     totals: dict[int, torch.Tensor] = {}
     for other, packing, segments in received:
         payloads = packing.decode(segments)

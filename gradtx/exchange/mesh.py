@@ -1,33 +1,28 @@
 """The exchange over an axis of a JAX mesh: inside the compiled program, all shapes static.
 
 Importing it imports jax. There is no handshake and no header: all devices run one program. What
-is gathered travels as one array of bytes, with one byte for the bad step; what is summed as one
-array a dtype. Positions in a leaf take 16 bits each, within blocks of 65,536, and each further
-block its count.
+is gathered, or goes to owners, travels as one array of bytes, and all gather one byte for the bad
+step; what is summed travels as one array a dtype.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gradtx.backends import rows
-from gradtx.core.payload import Joined, Payload
+from gradtx.core.payload import Payload
 from gradtx.core.transformation import Context
-from gradtx.core.tree import arrays_in, structure, unflatten
-from gradtx.exchange.message import Field, fields
+from gradtx.core.tree import arrays_in
+from gradtx.exchange.arrays import Group, Packing, Said, added, nbytes_of
+from gradtx.exchange.mesh_shards import TwoShot
 from gradtx.exchange.plan import Plan, further_rounds, results_of
 
 Array = jax.Array
-
-BLOCK = 2**16
 
 
 class Link:
@@ -108,6 +103,19 @@ class MeshAxis:
         gathered: Array = jax.lax.all_gather(message, self.name, to=to)
         return gathered
 
+    def all_to_all(self, messages: Array) -> Array:
+        """``[size, n]``: what all devices have for this one, in their order.
+
+        Args:
+            messages: ``[size, n]``: what this device has for each.
+        """
+        if self.name is None:
+            return messages
+        self._count((self.size - 1) * messages[0].size * messages.dtype.itemsize)
+        all_to_all: Any = jax.lax.all_to_all
+        exchanged: Array = all_to_all(messages, self.name, 0, 0, tiled=True)
+        return exchanged
+
     def all_reduce(self, buffer: Array) -> Array:
         """The sum over devices."""
         if self.name is None:
@@ -159,6 +167,22 @@ class MeshAxis:
         return everywhere
 
 
+class Exchanged(NamedTuple):
+    """What an exchange gives.
+
+    Attributes:
+        leaves: the dense leaves.
+        settled: by position, the payloads whose values are known only now.
+        returned: by position, flat, what this device has left out of the sums that it sent on.
+        good: 0-d bool: the gradients of all devices were finite.
+    """
+
+    leaves: list[Any]
+    settled: dict[int, Payload]
+    returned: dict[int, Array]
+    good: Array
+
+
 def exchange(
     axis: MeshAxis,
     leaves: Sequence[Any],
@@ -167,7 +191,7 @@ def exchange(
     op: str,
     algorithm: str,
     finite: Array | None,
-) -> tuple[list[Any], dict[int, Payload], Array]:
+) -> Exchanged:
     """Sends what leaves this device, and adds up what comes in.
 
     Args:
@@ -175,275 +199,45 @@ def exchange(
         leaves: as they arrive, in the order of the layout.
         context: of the step.
         op: ``"mean"`` or ``"sum"``.
-        algorithm: ``"auto"`` or ``"gather"``.
+        algorithm: one of `gradtx.exchange.plan.ALGORITHMS`.
         finite: 0-d bool: this device's gradients were finite; None does not say.
-
-    Returns:
-        The dense leaves; the payloads whose values are known only now, by position; and whether
-        the gradients of all devices were finite.
     """
-    plan = Plan(leaves, context, axis.size, algorithm, _nbytes, lambda payloads: 1)
-    said = _Said.of(context, finite)
+    plan = Plan(leaves, context, axis.size, algorithm, nbytes_of, lambda payloads: 1)
+    said = Said.of(context, finite)
     totals: dict[int, Array] = {}
-    heard: _Said | None = None
+    heard: Said | None = None
     if plan.payloads:
-        groups = _Group.of(plan)
-        packing = _Packing([group.payload for group in groups])
+        groups = Group.of(plan.payloads, plan.places)
+        packing = Packing([group.payload for group in groups])
         received = axis.all_gather(packing.encode(said))
-        for group, sums in zip(groups, _added(groups, packing, received), strict=True):
+        for group, sums in zip(groups, added(groups, packing, received), strict=True):
             totals.update((i, x.astype(plan.dtype(i))) for i, x in group.split(sums))
-        heard = packing.heard(received, said)
+        heard = said.heard(received)
+    shots = TwoShot(axis, plan, said)
+    if plan.shared:
+        shots.add_up()
     for dtype, places in plan.dense_places.items():
         parts = [jnp.ravel(plan.parts[i]).astype(dtype) for i in places]
         if heard is None:
             total = axis.all_reduce(jnp.concatenate([*parts, said.numbers.astype(dtype)]))
-            heard, total = said.like(total[-said.length :]), total[: -said.length]
+            heard, total = said.summed(total[-said.length :]), total[: -said.length]
         else:
             total = axis.all_reduce(jnp.concatenate(parts))
         totals |= plan.split(dtype, total)
+    summed = further_rounds(axis.all_reduce, axis.size, plan, totals)
+    factor = None if heard is None else heard.factor(context, axis.size)
+    results = results_of(plan, totals, summed, axis.size, op, factor)
+    returned: dict[int, Array] = {}
+    if plan.shared:
+        # What owners hear in the first shot is the same on all; JAX knows that of the second.
+        factor = shots.heard.factor(context, axis.size) if heard is None else factor
+        sent_on, returned, told = shots.send_on(op, 1.0 if factor is None else factor)
+        results |= plan.parted(sent_on)
+        heard = told if heard is None else heard
     if heard is None:
         raise AssertionError("an exchange has a message or a buffer")
     heard.tell(context, axis.size)
-    summed = further_rounds(axis.all_reduce, axis.size, plan, totals)
-    results = results_of(plan, totals, summed, axis.size, op, context.progress.factor)
-    return plan.shaped(leaves, results), plan.late(summed), heard.good
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What a device says of its step, or what all say together.
-
-    Attributes:
-        numbers: FP32: whether its gradients were not finite; and, where devices bring unequal
-            parts, whether it has left something bad out, and what its part weighs.
-    """
-
-    numbers: Array
-
-    @classmethod
-    def of(cls, context: Context, finite: Array | None) -> _Said:
-        """What this device says."""
-        bad = jnp.asarray(False) if finite is None else ~finite
-        share = context.share
-        said = [bad] if share is None else [bad, share.left_out, share.weight]
-        return cls(jnp.stack([jnp.asarray(x, jnp.float32) for x in said]))
-
-    @property
-    def length(self) -> int:
-        """How many numbers."""
-        return int(self.numbers.shape[0])
-
-    def like(self, total: Array) -> _Said:
-        """The same of all devices, from the sum of their numbers."""
-        return _Said(total.astype(jnp.float32))
-
-    @property
-    def good(self) -> Array:
-        """0-d bool: all gradients were finite, and not all of them left out."""
-        good: Array = self.numbers[0] == 0
-        if self.length > 1:
-            good = good & ~((self.numbers[1] > 0) & (self.numbers[2] == 0))
-        return good
-
-    def tell(self, context: Context, size: int) -> None:
-        """Says of the step what the devices have brought together."""
-        if self.length == 1:
-            return
-        told, (bad, left_out, weight) = context.progress, self.numbers
-        told.left_out = left_out > 0
-        told.nothing = (weight == 0) & ~told.left_out & (bad == 0)
-        if context.weight is not None:
-            told.factor = size / jnp.where(weight == 0, size, weight)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Payloads of leaves of one shape, or one that stands alone.
-
-    Attributes:
-        places: for each payload, the positions of its leaves.
-        payload: the payload; of several, one whose arrays have them as rows.
-    """
-
-    places: list[list[int]]
-    payload: Payload
-
-    @classmethod
-    def of(cls, plan: Plan) -> list[_Group]:
-        """All that is gathered."""
-        # The positions in a large leaf are told block by block, in those of one leaf.
-        small = [i for i, payload in enumerate(plan.payloads) if payload.size <= BLOCK]
-        groups = rows.groups([plan.payloads[i] for i in small])
-        found = [[small[i] for i in group] for group in groups]
-        found += [[i] for i, payload in enumerate(plan.payloads) if payload.size > BLOCK]
-        out = []
-        for members in found:
-            payloads = [plan.payloads[i] for i in members]
-            payload = rows.stacked(payloads) if len(members) > 1 else payloads[0]
-            out.append(cls([plan.places[i] for i in members], payload))
-        return out
-
-    def decode(self, payload: Payload) -> Array:
-        """The dense values, flat; of several payloads in rows."""
-        decode: Any = jax.vmap(_decode) if len(self.places) > 1 else _decode
-        values: Array = decode(payload)
-        return values
-
-    def add(self, payload: Payload, total: Array) -> Array:
-        """The values added to those of other devices."""
-        add: Any = jax.vmap(_add) if len(self.places) > 1 else _add
-        values: Array = add(payload, total)
-        return values
-
-    def split(self, total: Array) -> Iterator[tuple[int, Array]]:
-        """The values by position of the leaf, flat."""
-        if isinstance(self.payload, Joined):
-            for i, part in self.payload.parts.split(total).items():
-                yield i, jnp.ravel(part)
-            return
-        for number, [place] in enumerate(self.places):
-            yield place, rows.row(total, number) if len(self.places) > 1 else total
-
-
-def _added(groups: Sequence[_Group], packing: _Packing, received: Array) -> list[Array]:
-    """For each group, the sum over all devices, in their order."""
-    first = [
-        group.decode(payload)
-        for group, payload in zip(groups, packing.decode(received[0]), strict=True)
-    ]
-
-    def add(totals: list[Array], message: Array) -> tuple[list[Array], None]:
-        found = zip(groups, packing.decode(message), totals, strict=True)
-        return [group.add(payload, total) for group, payload, total in found], None
-
-    # A loop, so that the program does not grow with the number of devices.
-    totals: list[Array] = jax.lax.scan(add, first, received[1:])[0]
-    return totals
-
-
-def _add(payload: Payload, total: Array) -> Any:
-    return payload.add_to(total)
-
-
-def _decode(payload: Payload) -> Any:
-    return payload.decode()
-
-
-def _nbytes(payloads: Sequence[Payload]) -> int:
-    return sum(_field_nbytes(field) for payload in payloads for field in fields(payload))
-
-
-def _field_nbytes(field: Field) -> int:
-    if field.universe is None:
-        return field.nbytes
-    return 2 * int(field.array.size) + 4 * _further_blocks(field.universe)
-
-
-def _further_blocks(universe: int) -> int:
-    return max(0, -(-universe // BLOCK) - 1)
-
-
-class _Packing:
-    """How the arrays of some payloads are laid into one array of bytes: those of a dtype together.
-
-    Args:
-        payloads: on this device; those of the others have the same shapes.
-    """
-
-    def __init__(self, payloads: Sequence[Payload]) -> None:
-        self._treespec = structure(list(payloads))
-        self._fields = [field for payload in payloads for field in fields(payload)]
-        self._forms = [form for field in self._fields for form in _forms(field)]
-        self._dtypes = sorted({jnp.dtype(dtype) for _, dtype in self._forms}, key=str)
-
-    def encode(self, said: _Said) -> Array:
-        """uint8 ``[n]``: all fields, and what is said of the step."""
-        parts = [jnp.ravel(part) for field in self._fields for part in _encoded(field)]
-        groups = [jnp.concatenate([x for x in parts if x.dtype == kind]) for kind in self._dtypes]
-        return jnp.concatenate([*map(_to_bytes, groups), _flags_in_bytes(said)])
-
-    def heard(self, received: Array, said: _Said) -> _Said:
-        """What all devices say, from their messages."""
-        flags = received[:, -_nbytes_said(said) :]
-        numbers = flags[:, -1:].astype(jnp.float32)
-        if said.length > 1:
-            rest = jax.vmap(lambda row: _from_bytes(row, jnp.dtype(jnp.float32)))(flags[:, :-1])
-            numbers = jnp.concatenate([numbers, rest], axis=1)
-        return said.like(numbers.sum(0))
-
-    def decode(self, message: Array) -> list[Payload]:
-        """The payloads of one device."""
-        parts: list[Any] = [None] * len(self._forms)
-        start = 0
-        for kind in self._dtypes:
-            places = [i for i, (_, dtype) in enumerate(self._forms) if dtype == kind]
-            sizes = [math.prod(self._forms[i][0]) for i in places]
-            end = start + sum(sizes) * kind.itemsize
-            values, first = _from_bytes(message[start:end], kind), 0
-            for i, size in zip(places, sizes, strict=True):
-                parts[i] = jnp.reshape(values[first : first + size], self._forms[i][0])
-                first += size
-            start = end
-        rest = iter(parts)
-        arrays = [_decoded(field, [next(rest) for _ in _forms(field)]) for field in self._fields]
-        payloads: list[Payload] = list(unflatten(self._treespec, arrays))
-        return payloads
-
-
-def _encoded(field: Field) -> Iterator[Array]:
-    if field.local:
-        return
-    if field.universe is None:
-        yield field.array
-        return
-    indices = jnp.ravel(field.array)
-    yield (indices % BLOCK).astype(jnp.uint16)
-    if blocks := _further_blocks(field.universe):
-        starts = jnp.arange(1, blocks + 1, dtype=indices.dtype) * BLOCK
-        yield jnp.searchsorted(indices, starts).astype(jnp.int32)
-
-
-def _forms(field: Field) -> Iterator[tuple[tuple[int, ...], Any]]:
-    if field.local:
-        return
-    if field.universe is None:
-        yield tuple(field.array.shape), field.array.dtype
-        return
-    yield (int(field.array.size),), jnp.uint16
-    if blocks := _further_blocks(field.universe):
-        yield (blocks,), jnp.int32
-
-
-def _decoded(field: Field, parts: Sequence[Array]) -> Any:
-    if field.local:
-        return field.array
-    if field.universe is None:
-        return parts[0]
-    indices = parts[0].astype(field.array.dtype)
-    if len(parts) > 1:
-        # Which block each is in: how many of the further blocks have begun by then.
-        begun = jnp.searchsorted(parts[1], jnp.arange(indices.size), side="right")
-        indices = indices + begun.astype(indices.dtype) * BLOCK
-    return jnp.reshape(indices, field.array.shape)
-
-
-def _nbytes_said(said: _Said) -> int:
-    return 1 + 4 * (said.length - 1)
-
-
-def _flags_in_bytes(said: _Said) -> Array:
-    bad = (said.numbers[:1] != 0).astype(jnp.uint8)
-    return bad if said.length == 1 else jnp.concatenate([_to_bytes(said.numbers[1:]), bad])
-
-
-def _to_bytes(x: Array) -> Array:
-    return jnp.ravel(jax.lax.bitcast_convert_type(x, jnp.uint8))
-
-
-def _from_bytes(data: Array, dtype: Any) -> Array:
-    rows = jnp.reshape(data, (-1, dtype.itemsize)) if dtype.itemsize > 1 else data
-    values: Array = jax.lax.bitcast_convert_type(rows, dtype)
-    return values
+    return Exchanged(plan.shaped(leaves, results), plan.late(summed), returned, heard.good)
 
 
 def _varying(x: Array) -> Any:

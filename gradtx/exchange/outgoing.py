@@ -15,6 +15,7 @@ from gradtx.core.tree import Array
 from gradtx.exchange.flags import Flags, Slots
 from gradtx.exchange.message import Packing
 from gradtx.exchange.plan import Plan
+from gradtx.exchange.two_shot import Shards
 from gradtx.exchange.uneven import tell_nbytes
 from gradtx.wire import Header, encode_message, error_message, message_nbytes
 
@@ -27,6 +28,8 @@ class Sizes:
         leaves: how many leaves the header speaks of.
         segments: the size of each segment of the gathered message, in bytes, with as little in it
             as can be; None if nothing is gathered.
+        shards: for each owner, the size of each segment of the message to it, in bytes; None if
+            there are no owners.
         rooms: for each gathered payload of which a rank sends as much as it needs, how many values
             there is room for.
         buffers: dtype and length of each dense buffer, without flags.
@@ -35,13 +38,15 @@ class Sizes:
 
     leaves: int
     segments: tuple[int, ...] | None
+    shards: tuple[tuple[int, ...], ...] | None
     rooms: tuple[int, ...]
     buffers: tuple[tuple[str, int], ...]
     windowed: bool = False
 
     def slots(self, size: int) -> Slots | None:
         """The spare slots of the first dense buffer; None if the flags are in the header."""
-        return self._slots(size) if self.segments is None else None
+        in_header = self.segments is not None or self.shards is not None
+        return None if in_header else self._slots(size)
 
     def _slots(self, size: int) -> Slots:
         return Slots(self.leaves, size, self.buffers[0][0], windowed=self.windowed)
@@ -49,6 +54,11 @@ class Sizes:
     def error_message(self, header: Header) -> torch.Tensor:
         """A message of the least size whose header says that this rank has failed."""
         return error_message(header, message_nbytes(self.leaves, self.segments or ()))
+
+    def error_parts(self, header: Header) -> list[torch.Tensor]:
+        """To each owner, a message of the agreed size whose header says the same."""
+        sizes = [message_nbytes(self.leaves, own) for own in self.shards or ()]
+        return [error_message(header, nbytes) for nbytes in sizes]
 
     def error_buffer(self, header: Header, size: int) -> torch.Tensor:
         """A first dense buffer of the agreed size, whose slots say that this rank has failed."""
@@ -72,9 +82,10 @@ class Outgoing(Plan):
         leaves: the leaves that arrive at the exchange, in the order of the layout.
         context: of the step.
         size: how many ranks there are.
-        algorithm: ``"auto"`` or ``"gather"``.
+        algorithm: one of `gradtx.exchange.plan.ALGORITHMS`.
 
     Attributes:
+        shards: which rank owns what of the payloads that are shared out.
         rooms: for the payloads of which a rank sends as much as it needs, the most it can be.
         counts: how much of each this rank sends.
         packing: how this rank lays the payloads into segments.
@@ -98,6 +109,7 @@ class Outgoing(Plan):
 
         super().__init__(leaves, context, size, algorithm, nbytes, overhead)
         self._windowed = context.windowed
+        self.shards = Shards(self.shared, size)
         self._used = list(map(used_of, self.payloads))
         places = [None if used is None else used.nonzero().flatten() for used in self._used]
         self.rooms = tuple(used.numel() for used in self._used if used is not None)
@@ -121,8 +133,9 @@ class Outgoing(Plan):
 
     @property
     def ways(self) -> tuple[Any, ...]:
-        """Which leaves are gathered and which payloads are summed, by position."""
-        return tuple(map(tuple, self.places)), tuple(self.summed)
+        """Which leaves are gathered, which payloads are summed and which shared out: positions."""
+        shared = tuple(map(tuple, self.shared_places))
+        return tuple(map(tuple, self.places)), tuple(self.summed), shared
 
     @cached_property
     def forms(self) -> dict[str, str]:
@@ -132,11 +145,10 @@ class Outgoing(Plan):
             for places, payload in zip(self.places, self.payloads, strict=True)
             for i in places
         }
-        gathered |= self.summed
-        return {
-            leaf.path: f"as {gathered[i]!r}" if i in gathered else "dense"
-            for i, leaf in enumerate(self.layout.leaves)
-        }
+        forms = {i: f"as {payload!r}" for i, payload in (gathered | self.summed).items()}
+        owned = zip(self.shared_places, self.shared.values(), strict=True)
+        forms |= {i: f"to owners as {payload!r}" for places, payload in owned for i in places}
+        return {leaf.path: forms.get(i, "dense") for i, leaf in enumerate(self.layout.leaves)}
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -144,6 +156,7 @@ class Outgoing(Plan):
         return Sizes(
             len(self.absent),
             tuple(self.packing_of([0] * len(self.rooms)).sizes) if self.payloads else None,
+            self.shards.sizes if self.shared else None,
             self.rooms,
             tuple(
                 (dtype, sum(map(self.length, places)))

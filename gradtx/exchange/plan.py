@@ -1,6 +1,8 @@
-"""How each leaf travels in a step: gathered as a payload, or summed, alone or in its summand.
+"""How each leaf travels in a step.
 
-It follows from shapes and hyperparameters, so all ranks come to the same plan.
+A payload is gathered by all ranks, or goes to owners that add up runs of it and send the sums on in
+its format, or is decoded and summed densely; of some, a summand is summed. It follows from shapes
+and hyperparameters, so all ranks come to the same plan.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from functools import cached_property
 from typing import Any
 
 from gradtx import backends
-from gradtx.core.payload import Joined, Member, Payload, decode_leaves
+from gradtx.core.cast import encode_cast
+from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
+from gradtx.wire import message_nbytes
 
+ALGORITHMS = ("auto", "gather", "two_shot")
 _ITEMSIZE = {"float32": 4, "float64": 8}
+_NARROW = ("float16", "bfloat16")
 
 
 class Plan:
@@ -24,14 +30,17 @@ class Plan:
         leaves: the leaves that arrive at the exchange, in the order of the layout.
         context: of the step.
         size: how many ranks there are.
-        algorithm: ``"auto"`` or ``"gather"``.
+        algorithm: one of `ALGORITHMS`.
         nbytes: what some payloads take on the wire together, in bytes, without header.
         overhead: what gathering takes besides.
 
     Attributes:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
-        payloads: those that travel compressed, in path order.
+        payloads: those that are gathered, in path order.
         places: for each of them, the positions of its leaves.
+        shared: by position, in path order, those that owners add up. Among both are `Cast` payloads
+            of 16-bit leaves that nothing has compressed.
+        shared_places: for each of them, the positions of its leaves.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
         parts: by position, in path order, what is summed.
@@ -56,13 +65,23 @@ class Plan:
         }
         self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
         payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
+        if size > 1 and algorithm != "gather":
+            payloads |= self._narrow(leaves)
+            payloads = {i: payloads[i] for i in order if i in payloads}
+        able = algorithm != "gather" and size > 1
+        self.shared = {i: p for i, p in payloads.items() if able and p.grain is not None and p.size}
         dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
-        chosen = list(payloads)
         if algorithm == "auto":
-            chosen = _worth_it(payloads, dense_nbytes, size, nbytes, overhead)
-        self.payloads = [payloads[i] for i in chosen]
-        self.places = [_places(i, payloads[i]) for i in chosen]
-        elsewhere = {i for places in self.places for i in places} | set(self.summed)
+            header = message_nbytes(len(leaves), [])
+            self.shared = _worth_sharing(self.shared, dense_nbytes, size, nbytes, header)
+        payloads = {i: payload for i, payload in payloads.items() if i not in self.shared}
+        if algorithm == "auto":
+            payloads = _worth_it(payloads, dense_nbytes, size, nbytes, overhead)
+        self.payloads = list(payloads.values())
+        self.places = [_places(i, payload) for i, payload in payloads.items()]
+        self.shared_places = [_places(i, payload) for i, payload in self.shared.items()]
+        moved = [*self.places, *self.shared_places, self.summed]
+        elsewhere = {i for places in moved for i in places}
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
         for i in dense:
@@ -72,6 +91,26 @@ class Plan:
         summands = {i: payload.summand() for i, payload in self.summed.items()}
         summed: dict[int, Any] = dense | summands
         self.parts: dict[int, Array] = {i: summed[i] for i in order if summed.get(i) is not None}
+
+    def _narrow(self, leaves: Sequence[Any]) -> dict[int, Payload]:
+        """The 16-bit leaves that nothing has compressed, those of a dtype joined, in that dtype."""
+        kinds = {i: spec.dtype for i, spec in enumerate(self.layout.leaves)}
+        out: dict[int, Payload] = {}
+        for kind in _NARROW:
+            places = [
+                i
+                for i in self.layout.by_path
+                if kinds[i] == kind and backends.is_array(leaves[i]) and backends.size(leaves[i])
+            ]
+            if not places:
+                continue
+            ops = backends.of(leaves[places[0]])
+            flat = ops.concat([ops.ravel(widen(leaves[i])) for i in places])
+            # One scale is enough: what is 16-bit to begin with is so at any scale that it fits.
+            joined = encode_cast(flat, tuple(flat.shape), kind)
+            parts = Parts(tuple((i, tuple(leaves[i].shape)) for i in places))
+            out[places[0]] = Joined(joined, parts, joined.shape, joined.dtype)
+        return out
 
     def _dense_nbytes(self, position: int, payload: Payload) -> int:
         leaves = [self.layout.leaves[i] for i in _places(position, payload)]
@@ -83,7 +122,7 @@ class Plan:
         places: dict[str, list[int]] = {}
         for i in self.parts:
             places.setdefault(self.dtype(i), []).append(i)
-        if not places and not self.payloads:
+        if not places and not self.payloads and not self.shared:
             places["float32"] = []
         return dict(sorted(places.items()))
 
@@ -102,6 +141,11 @@ class Plan:
             out[i] = total[start : start + self.length(i)]
             start += self.length(i)
         return out
+
+    def parted(self, sent_on: Mapping[int, Array]) -> dict[int, Array]:
+        """What owners have sent on, flat, by position of the payload, for each leaf."""
+        found = [_split(self.shared[i], i, flat) for i, flat in sent_on.items()]
+        return {i: part for parts in found for i, part in parts.items()}
 
     def late(self, summed: Mapping[int, Payload]) -> dict[int, Payload]:
         """Of the payloads that are summed, at their end, those whose values are known only now."""
@@ -147,10 +191,13 @@ def add_payload(
 
 
 def _parts_of(payload: Payload, place: int) -> dict[int, Array]:
+    return _split(payload, place, payload.decode())
+
+
+def _split(payload: Payload, place: int, flat: Array) -> dict[int, Array]:
     if not isinstance(payload, Joined):
-        return {place: payload.decode()}
-    parts = payload.parts.split(payload.decode())
-    return {i: backends.of(part).ravel(part) for i, part in parts.items()}
+        return {place: flat}
+    return {i: backends.of(x).ravel(x) for i, x in payload.parts.split(flat).items()}
 
 
 def further_rounds(
@@ -210,7 +257,7 @@ def results_of(
         op: ``"mean"`` or ``"sum"``.
         factor: what the results are multiplied by: 0-d; None for one.
     """
-    divisor = size if op == "mean" else 1
+    divisor = divisor_of(size, op)
     results = {i: total / divisor for i, total in totals.items()}
     for i, payload in summed.items():
         mean = payload.decode()
@@ -224,23 +271,62 @@ def results_of(
     return results
 
 
+def divisor_of(size: int, op: str) -> int:
+    """What sums over ranks are divided by."""
+    return size if op == "mean" else 1
+
+
+def shard_length(payload: Payload, size: int) -> int:
+    """How many values each rank owns if it is cut in equal parts, at multiples of the grain."""
+    grain = payload.grain or 1
+    return -(-payload.size // (size * grain)) * grain
+
+
+def _worth_sharing(
+    payloads: dict[int, Payload],
+    dense_nbytes: dict[int, int],
+    size: int,
+    nbytes: Callable[[Sequence[Payload]], int],
+    header: int,
+) -> dict[int, Payload]:
+    """The payloads to share out among owners: those that cost less than otherwise.
+
+    That puts ``2 (N - 1)`` equal parts on the link. Both backends come to the same here, whatever
+    their headers: the sum of what is shared out is rounded, that of what is not is not.
+    """
+    part = {i: _part_nbytes(payload, size, nbytes) for i, payload in payloads.items()}
+    chosen = {
+        i: payload
+        for i, payload in payloads.items()
+        if 2 * size * part[i] < min(size * nbytes([payload]), 2 * dense_nbytes[i])
+    }
+    taken = 2 * size * (sum(part[i] for i in chosen) + header)
+    return chosen if taken < sum(2 * dense_nbytes[i] for i in chosen) else {}
+
+
+def _part_nbytes(payload: Payload, size: int, nbytes: Callable[[Sequence[Payload]], int]) -> float:
+    length = shard_length(payload, size)
+    stop = min(length, payload.size)
+    return nbytes([payload.cut(0, stop)]) * length / stop
+
+
 def _worth_it(
     payloads: dict[int, Payload],
     dense_nbytes: dict[int, int],
     size: int,
     nbytes: Callable[[Sequence[Payload]], int],
     overhead: Callable[[Sequence[Payload]], int],
-) -> list[int]:
-    """The positions of the payloads to gather: those that cost less than a dense all-reduce.
+) -> dict[int, Payload]:
+    """The payloads to gather: those that cost less than a dense all-reduce.
 
     Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
     times the dense leaf.
     """
     ranks = max(size, 2)
-    cheaper = [i for i, p in payloads.items() if ranks * nbytes([p]) < 2 * dense_nbytes[i]]
-    chosen = [payloads[i] for i in cheaper]
+    cheaper = {i: p for i, p in payloads.items() if ranks * nbytes([p]) < 2 * dense_nbytes[i]}
+    chosen = list(cheaper.values())
     saved = sum(2 * dense_nbytes[i] for i in cheaper)
-    return cheaper if ranks * (nbytes(chosen) + overhead(chosen)) < saved else []
+    return cheaper if ranks * (nbytes(chosen) + overhead(chosen)) < saved else {}
 
 
 def _places(position: int, payload: Payload) -> list[int]:

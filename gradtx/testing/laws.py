@@ -463,8 +463,9 @@ def it_pays(tx: Transformation, **options: Unpack[Options]) -> None:
 
     FP64 leaves count with 8 bytes a value in the ring, all others with 4. That a compressor sends
     fewer is asked for on leaves of 20,000 values, where its payload, at 2 bytes an index, gathered
-    from all ranks is smaller than the ring. An exchange whose `algorithm` is not ``"auto"`` is
-    exempt.
+    from all ranks (or, where it can be cut, sent to owners and back) is smaller than the ring, or
+    than half of it for 16-bit leaves, which travel in 16 bits without it. An exchange whose
+    `algorithm` is not ``"auto"`` is exempt.
     """
     case = Case(tx, **options)
     exempt = case.exchange is None or case.setting("algorithm", "auto") != {"auto"}
@@ -745,8 +746,13 @@ def _ought_to_pay(case: Case, params: PyTree, size: int) -> bool:
         return True
     leaves = flatten(case.measure(case.local, params, 1).outputs)[0]
     compressed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Payload)]
-    arrays = [x for i in compressed for x in _tensors(leaves[i])[1] if isinstance(x, torch.Tensor)]
+    sent = sum((2 if leaves[i].grain else size) * _nominal(leaves[i]) for i in compressed)
+    dense: int = sum(x.numel() * x.itemsize for x in (flatten(params)[0][i] for i in compressed))
+    return sent < 1.9 * dense
+
+
+def _nominal(payload: Payload) -> int:
+    """The bytes of a payload, at 2 bytes an index."""
+    arrays = [x for x in _tensors(payload)[1] if isinstance(x, torch.Tensor)]
     positions = (torch.int32, torch.int64)
-    nominal = sum(x.numel() * (2 if x.dtype in positions else x.itemsize) for x in arrays)
-    dense = _nbytes([flatten(params)[0][i] for i in compressed])
-    return size * nominal < 1.9 * dense
+    return sum(x.numel() * (2 if x.dtype in positions else x.itemsize) for x in arrays)

@@ -291,6 +291,28 @@ class TestOperations:
         assert one.tolist() == other.tolist()
         assert jax_ops.unpack_bits(other, len(bits)).tolist() == bits
 
+    @given(st.integers(0, 2**31 - 1), st.integers(0, 2**20), st.integers(0, 40))
+    def test_random_numbers_from_some_place_on(self, seed, start, n):
+        one = torch_ops.uniform(torch_ops.random_key(seed), n, torch.zeros(1), start)
+        other = jax_ops.uniform(jax_ops.random_key(seed), n, jnp.zeros(1), jnp.int32(start))
+        assert one.tolist() == other.tolist()
+        whole = torch_ops.uniform(torch_ops.random_key(seed), start + n, torch.zeros(1))
+        assert one.tolist() == whole[start:].tolist()
+
+    @given(st.integers(0, 30), st.integers(1, 5), st.integers(0, 9))
+    def test_table(self, n, count, more):
+        length = -(-n // count) + more
+        one = torch_ops.table(torch.arange(1, n + 1), count, length)
+        other = jax_ops.table(jnp.arange(1, n + 1), count, length)
+        assert one.tolist() == other.tolist()
+        filled = [*range(1, n + 1), *[0] * (count * length - n)]
+        assert one.flatten().tolist() == filled
+        assert (
+            torch_ops.repeat(one, 2).tolist()
+            == jax_ops.repeat(other, 2).tolist()
+            == [one.tolist()] * 2
+        )
+
     @pytest.mark.parametrize("n", [0, 1, 7, 1000, 300_000])
     def test_mean_magnitude(self, n):
         numbers = np.random.default_rng(n).normal(size=n).astype(np.float32)

@@ -24,7 +24,8 @@ from compressing import (
     same_under_jax,
     share_lost,
 )
-from gradtx.compressors.cast import FORMATS, cast
+from gradtx.compressors.cast import cast
+from gradtx.core.cast import FORMATS
 from gradtx.testing import check_laws, run_ranks
 
 # Half a unit in the last place of one; and half the smallest number, beside the least that the

@@ -567,7 +567,7 @@ def test_counters_count_bad_steps_too():
         (
             {"algorithm": "ring"},
             ValueError,
-            "allreduce(algorithm='ring'): expected 'auto' or 'gather'",
+            "allreduce(algorithm='ring'): expected 'auto', 'gather' or 'two_shot'",
         ),
         (
             {"axis_name": 3},

@@ -28,6 +28,8 @@ def collectives(rank):
     facts["who"] = (type(group).__name__, group.rank, group.size)
     message = torch.arange(7, dtype=torch.uint8) + 10 * rank
     note("all_gather", [part.tolist() for part in group.all_gather(message)])
+    parts = [torch.full((i + 1,), 10 * rank + i, dtype=torch.uint8) for i in range(group.size)]
+    note("all_to_all", [part.tolist() for part in group.all_to_all(parts)])
     for dtype in REDUCED:
         buffer = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, 8.0], dtype=dtype) * (rank + 1)
         note(f"all_reduce {dtype}", group.all_reduce(buffer).tolist())
@@ -47,6 +49,22 @@ def facts_of(kind, size):
 def test_all_gather_gives_all_messages_in_rank_order(kind, size):
     expected = [[10 * rank + i for i in range(7)] for rank in range(size)]
     assert [facts["all_gather"] for facts in facts_of(kind, size)] == [expected] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_to_all_gives_what_all_have_for_a_rank(kind, size):
+    """Of another length for each rank."""
+    expected = [[[10 * other + rank] * (rank + 1) for other in range(size)] for rank in range(size)]
+    assert [facts["all_to_all"] for facts in facts_of(kind, size)] == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_to_all_counts_what_goes_to_others(kind, size):
+    whole = size * (size + 1) // 2
+    sent = [facts["sent all_to_all"] for facts in facts_of(kind, size)]
+    assert sent == [whole - (rank + 1) for rank in range(size)]
 
 
 @pytest.mark.parametrize("dtype", REDUCED)
@@ -112,6 +130,7 @@ def test_alone_the_collectives_give_what_they_get():
     group, buffer = Group(), torch.tensor([1.0, 2.0])
     message = torch.tensor([3], dtype=torch.uint8)
     assert group.all_gather(message)[0].tolist() == [3]
+    assert group.all_to_all([message])[0].tolist() == [3]
     assert group.all_reduce(buffer).tolist() == group.broadcast(buffer).tolist() == [1.0, 2.0]
 
 

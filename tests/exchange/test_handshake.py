@@ -323,6 +323,9 @@ KINDS = {
     "gathered": lambda fuse: gx.chain(
         local(fuse), gx.topk(0.1), gx.ef(), gx.allreduce(algorithm="gather")
     ),
+    "two shots": lambda fuse: gx.chain(
+        local(fuse), gx.cast("float8_e4m3fn"), gx.ef(), gx.allreduce(algorithm="two_shot")
+    ),
     "mixed": lambda fuse: gx.chain(
         gx.unscale(),
         local(fuse),

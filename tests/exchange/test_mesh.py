@@ -18,11 +18,17 @@ jnp = jax.numpy
 optax = pytest.importorskip("optax")
 
 from gradtx.bench.hlo import collective_bytes  # noqa: E402
-from gradtx.exchange.mesh import BLOCK, MeshAxis, _Packing, _Said  # noqa: E402
+from gradtx.exchange.arrays import BLOCK, Packing, Said  # noqa: E402
+from gradtx.exchange.mesh import MeshAxis  # noqa: E402
 from meshes import OnMesh, P, laid_out, mesh_of  # noqa: E402
 
 INF, NAN = np.inf, np.nan
 SHAPES = {"bn1": {"weight": (5,)}, "s": (), "w": (30, 70)}
+SHARED = {
+    "cast": [gx.cast("bfloat16", feedback=False)],
+    "cast fp8": [gx.cast("float8_e4m3fn", feedback=False)],
+    "quantize 8": [gx.quantize(8)],
+}
 SOME = ["dense", "topk", "sign", "powersgd", "momentum"]
 
 # What stands between unscale() and the exchange.
@@ -41,6 +47,7 @@ PARTS = {
     "cast": [gx.cast("float16"), gx.ef()],
     "cast fp8": [gx.cast("float8_e4m3fn"), gx.ef()],
     "quantize": [gx.quantize(4, block=64)],
+    "quantize 8": [gx.quantize(8), gx.ef()],
     "ternary": [gx.ternary()],
     "natural": [gx.natural()],
     "powersgd": [gx.powersgd(2), gx.ef()],
@@ -116,7 +123,10 @@ def test_it_keeps_the_laws(name):
 
 @pytest.mark.parametrize(
     ("name", "size", "check_vma"),
-    [*((name, 2, True) for name in PARTS), *((name, 4, False) for name in SOME)],
+    [
+        *((name, 2, True) for name in PARTS),
+        *((name, 4, False) for name in SOME),
+    ],
 )
 def test_it_gives_what_torch_gives(name, size, check_vma):
     grads, scales = gradients(1, size, 3), [2.0, 2.0, 8.0]
@@ -252,6 +262,87 @@ def test_what_is_gathered_is_small(name):
     assert 8 * sent["all-gather"] / 200_000 <= 1.05 * bits
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", SHARED)
+def test_what_goes_to_owners_gives_what_torch_gives(name, check_vma):
+    """Without feedback: whose residual takes what a sum has lost follows from who owns it."""
+    tx = gx.chain(gx.unscale(), *SHARED[name], gx.allreduce(axis_name="data"))
+    over_threads = gx.chain(gx.unscale(), *SHARED[name], gx.allreduce())
+    grads = gradients(1, 4, 3)
+    on_mesh = OnMesh(tx, zeros(), 4, check_vma=check_vma)
+    found = [on_mesh.step(tree, 2.0) for tree in grads]
+    expected, _ = on_threads(over_threads, grads, 4, [2.0] * 3)[0]
+    assert max(map(worst, found, expected)) < 5e-7
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_goes_to_owners_is_not_lost(name):
+    """Results and mean residuals are the mean gradients, whoever owns what."""
+    on_mesh = on_mesh_of(name, 4)
+    grads = gradients(4, 4, 3)
+    results = sum(np.asarray(on_mesh.step(tree)["w"], np.float64) for tree in grads)
+    left = np.asarray(on_mesh.state.residual["w"], np.float64).reshape(4, 30, 70).mean(0)
+    expected = sum(tree["w"].astype(np.float64).mean(0) for tree in grads)
+    assert np.abs(left).max() > 1e-5
+    np.testing.assert_allclose(results + left, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("cast", 16.0), ("cast fp8", 8.07), ("quantize 8", 8.13)]
+)
+def test_what_goes_to_owners_is_twice_its_share(name, bits, size):
+    params = {"v": jnp.zeros(30_001), "w": jnp.zeros((400, 500))}
+    stacked = jax.tree.map(lambda x: np.zeros((size, *x.shape), np.float32), params)
+    sent = OnMesh(chain_of(name, axis_name="data"), params, size).sent(stacked)
+    assert set(sent) == {"all-gather", "all-to-all"}
+    # An all-to-all has what a device keeps too; a gather puts a copy for each other on the link.
+    on_link = (size - 1) / size * sent["all-to-all"] + (size - 1) * sent["all-gather"]
+    # A grain of 256 values may be in vain in each leaf.
+    values = 230_001 + 2 * 256 * size
+    assert on_link <= 2 * (size - 1) / size * values * bits / 8 + 40 * size
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("size", "bits"), [(2, {"all-gather": 16}), (4, {"all-to-all": 16})])
+def test_16_bit_leaves_travel_in_16_bits(dtype, size, bits):
+    tx = gx.chain(gx.unscale(), gx.allreduce(axis_name="data"))
+    on_mesh = OnMesh(tx, {"w": jnp.zeros(40_000, dtype)}, size)
+    sent = on_mesh.sent({"w": np.zeros((size, 40_000), jnp.dtype(dtype))})
+    assert "all-reduce" not in sent
+    for name, expected in bits.items():
+        assert 8 * sent[name] / 40_000 == pytest.approx(expected, rel=0.001)
+    rows = np.asarray(np.random.default_rng(0).normal(size=(size, 40_000)), jnp.dtype(dtype))
+    found = np.asarray(on_mesh.step({"w": rows * np.asarray(4, rows.dtype)}, 4.0)["w"])
+    total = rows.astype(np.float32)[0]
+    for row in rows.astype(np.float32)[1:]:
+        total = total + row
+    np.testing.assert_array_equal(found, (total / np.float32(size)).astype(rows.dtype))
+
+
+def test_leaves_of_one_shape_go_to_owners_together():
+    """And give what they give alone; FP64 leaves, and what goes other ways, in the same step."""
+    with jax.enable_x64(True):
+        tx = gx.chain(
+            gx.masked(gx.error_feedback(gx.cast("float8_e4m3fn")), gx.path_glob("[ab]*")),
+            gx.masked(gx.error_feedback(gx.topk(0.1)), gx.path_glob("t")),
+            gx.masked(gx.error_feedback(gx.cast("float16")), gx.path_glob("d")),
+            gx.allreduce(axis_name="data", algorithm="two_shot"),
+            check=False,
+        )
+        rng = np.random.default_rng(3)
+        grads = {k: rng.normal(size=(3, 700)).astype(np.float32) for k in ("a1", "a2", "b", "t")}
+        grads |= {"d": rng.normal(size=(3, 90)), "n": rng.normal(size=(3, 4)).astype(np.float32)}
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), grads)
+        found = OnMesh(tx, params, 3, scaled=False).step(grads)
+        assert found["d"].dtype == jnp.float64
+        over_threads = gx.chain(
+            *tx.transformations[:-1], gx.allreduce(algorithm="two_shot"), check=False
+        )
+        expected, _ = on_threads(over_threads, [grads], 3, [1.0])[0]
+        assert worst(found, expected[0]) < 5e-7
+
+
 @pytest.mark.parametrize(
     ("parts", "values"),
     [([gx.powersgd(4), gx.ef()], 4 * 900), ([gx.random_k(0.01), gx.ef()], 2000), ([], 200_000)],
@@ -298,8 +389,8 @@ def test_positions_come_through(universe, data):
     indices = sorted(data.draw(st.sets(places, max_size=30)))
     values = jnp.asarray(np.arange(len(indices)), jnp.float32)
     sparse = gx.Sparse(values, jnp.asarray(indices, jnp.int32), (universe,), "float32")
-    packing = _Packing([sparse])
-    [found] = packing.decode(packing.encode(_Said(jnp.zeros(1))))
+    packing = Packing([sparse])
+    [found] = packing.decode(packing.encode(Said(jnp.zeros(1))))
     assert found.indices.tolist() == indices
     assert found.values.tolist() == values.tolist()
 

@@ -28,6 +28,7 @@ CHAINS = {
     "mixed": gx.chain(
         gx.filter_params(gx.is_matrix), gx.topk(0.05), gx.sign(), gx.ef(), gx.allreduce()
     ),
+    "cast": gx.chain(gx.cast("float8_e4m3fn"), gx.ef(), gx.allreduce()),
     "gather": gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(algorithm="gather")),
 }
 
@@ -139,8 +140,9 @@ def test_the_interface_counts_no_less_than_is_reported(traffic, name, size):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_all_ranks_report_alike(traffic, name):
+    """But for two blocks of values: of what goes to owners not all own as much."""
     reported, _ = traffic[name, 3]
-    assert len(set(reported)) == 1
+    assert max(reported) - min(reported) <= (2 * 258 if name == "cast" else 0)
 
 
 @functools.cache

@@ -295,7 +295,7 @@ def test_l9_exempts_fragments_and_what_no_limit_is_known_of(on):
     [
         (gx.allreduce(), gx.allreduce()),
         (gx.allreduce(), gx.topk(0.1), gx.ef()),
-        (gx.topk(0.1), gx.ef(), gx.allreduce(), gx.allreduce()),
+        (gx.topk(0.2), gx.ef(), gx.allreduce(), gx.allreduce()),
     ],
     ids=repr,
 )

@@ -1,0 +1,120 @@
+"""Values in 16 or 8 bits, scaled by powers of two: of `cast`, and of 16-bit leaves on their way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gradtx import backends
+from gradtx.core.payload import Payload, register_payload
+from gradtx.core.tree import Array
+
+
+class Format(NamedTuple):
+    """A float format.
+
+    Attributes:
+        top: the exponent that the largest magnitude is scaled to.
+        block: how many values share a scale; None for the whole leaf.
+    """
+
+    top: int
+    block: int | None
+
+
+# E4M3 goes up to 1.75 * 2**8: only below 2**8 is there room for every mantissa. BF16 has the range
+# of FP32, so that any exponent does.
+FORMATS = {
+    "float16": Format(15, None),
+    "bfloat16": Format(15, None),
+    "float8_e4m3fn": Format(7, 256),
+    "float8_e5m2": Format(15, 256),
+}
+# Both 2**n and 2**-n are normal numbers.
+_LIMIT = {"float32": 126, "float64": 1022}
+
+
+@register_payload
+class Cast(Payload):
+    """Values in fewer bits, scaled by powers of two.
+
+    Attributes:
+        codes: ``[n]``: the scaled values, 8-bit ones as uint8.
+        exponents: int16, one a leaf, or ``[ceil(n / 256)]``: what to scale back by.
+        format: the name of the dtype of the codes.
+    """
+
+    children = ("codes", "exponents")
+    static = ("format",)
+    keeps_zeros = True
+    codes: Array
+    exponents: Array
+    format: str
+
+    def at(self, places: Array) -> Payload | None:
+        """Some of the values, if all have one scale."""
+        if FORMATS[self.format].block is not None:
+            return None
+        codes = backends.of(places).take(self.codes, places)
+        return Cast(codes, self.exponents, self.format, tuple(codes.shape), self.dtype)
+
+    @property
+    def grain(self) -> int:
+        """What shares a scale stays together, but for that of a whole leaf, which is repeated."""
+        return FORMATS[self.format].block or 1
+
+    def cut(self, start: int, stop: int) -> Payload:
+        """A run of the values."""
+        exponents = self.exponents
+        if (block := FORMATS[self.format].block) is not None:
+            exponents = exponents[start // block : -(-stop // block)]
+        return Cast(self.codes[start:stop], exponents, self.format, (stop - start,), self.dtype)
+
+    def in_rows(self, count: int, length: int) -> Payload:
+        """Runs of values, filled up with zeros."""
+        ops, block = backends.of(self.codes), FORMATS[self.format].block
+        if block is None:
+            exponents = ops.repeat(self.exponents, count)
+        else:
+            exponents = ops.table(self.exponents, count, length // block)
+        codes = ops.table(self.codes, count, length)
+        return Cast(codes, exponents, self.format, (length,), self.dtype)
+
+    def again(self, flat: Array, start: Any) -> Payload:
+        """Other values in the same format."""
+        return encode_cast(flat, tuple(flat.shape), self.format)
+
+    def decode(self) -> Array:
+        """The values, scaled back."""
+        ops = backends.of(self.codes)
+        eight_bits = ops.dtype_name(self.codes) == "uint8"
+        codes = ops.bitcast(self.codes, self.format) if eight_bits else self.codes
+        rows = ops.blocks(ops.cast(codes, self.dtype), FORMATS[self.format].block or self.size or 1)
+        scales = ops.power_of_two(self.exponents, self.dtype)
+        return ops.ravel(rows * scales[:, None])[: self.size]
+
+
+def encode_cast(flat: Array, shape: tuple[int, ...], dtype: str) -> Cast:
+    """The flat FP32 or FP64 values of a leaf in another dtype, scaled."""
+    ops = backends.of(flat)
+    wide = ops.dtype_name(flat)
+    top, block = FORMATS[dtype]
+    rows = ops.blocks(flat, block or max(flat.shape[0], 1))
+    largest = ops.max_magnitude(rows)
+    exponents = ops.limit(top - _rounded_exponent(largest, dtype), _LIMIT[wide])
+    finite = ops.exponent(largest) < _LIMIT[wide] + 2
+    # Times zero, infinity and NaN are NaN: the cast, which in some formats saturates, cannot hide
+    # them.
+    scales = ops.power_of_two(ops.where(finite, exponents, -_LIMIT[wide] - 1), wide)
+    codes = ops.ravel(ops.cast(rows * scales[:, None], dtype))[: flat.shape[0]]
+    if block is not None:
+        codes = ops.bitcast(codes, "uint8")
+    return Cast(codes, ops.cast(-exponents, "int16"), dtype, shape, wide)
+
+
+def _rounded_exponent(x: Array, dtype: str) -> Array:
+    """The exponents of magnitudes once rounded: what is encoded anew keeps its scale."""
+    ops = backends.of(x)
+    wide = ops.dtype_name(x)
+    exponents = ops.limit(ops.exponent(x), _LIMIT[wide])
+    rounded = ops.cast(x * ops.power_of_two(-exponents, wide), dtype)
+    return exponents + ops.exponent(ops.cast(rounded, wide))
