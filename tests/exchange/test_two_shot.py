@@ -565,7 +565,7 @@ def sent(shot, name):
 
 
 class TestDamage:
-    @pytest.mark.parametrize("position", [0, 4, 7, 8, 20, 24, 32])
+    @pytest.mark.parametrize("position", [0, 4, 7, 8, 20, 24, 40])
     def test_an_owner_that_cannot_read_tells_the_others(self, position):
         def change(message):
             message[position] ^= 0xFC

@@ -85,15 +85,23 @@ def test_nothing_is_sent_before_the_end_of_a_window():
         assert sent[2] > sent[5] > 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=7),
         min_size=1,
         max_size=3,
     ),
-    st.sampled_from([(), (gx.topk(0.25), gx.ef()), (gx.sign(), gx.ef())]),
-    st.sampled_from(["auto", "gather"]),
+    st.sampled_from(
+        [
+            (),
+            (gx.topk(0.25), gx.ef()),
+            (gx.sign(), gx.ef()),
+            (gx.cast("float8_e4m3fn"), gx.ef()),
+            (gx.powersgd(1), gx.ef()),
+        ]
+    ),
+    st.sampled_from(["auto", "gather", "two_shot"]),
 )
 def test_unequal_windows_give_the_mean_by_weight_and_lose_nothing(ranks, compressors, algorithm):
     """Any numbers of micro-steps, weights, and bad ones left out: law L2 in FP64."""
