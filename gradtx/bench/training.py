@@ -17,7 +17,6 @@ from torch import nn
 import gradtx as gx
 from gradtx.bench.arguments import chain_from
 from gradtx.bench.tasks import TASKS, Task, evaluate, loss_of
-from gradtx.bench.turns import Turns
 from gradtx.core.stage import Kind
 from gradtx.testing import run_ranks
 
@@ -166,15 +165,12 @@ def train(job: Job, on_point: Callable[[], None] = lambda: None) -> Record:
     torch.manual_seed(job.seed)
     model = task.network()
 
-    turns = Turns(job.ranks, PATIENCE)
-
     def call(rank: int) -> Replica:
-        with turns.member(rank):
-            replica = Replica(job, task, copy.deepcopy(model), tx, rate, rank)
-            replica.train(on_point)
-            return replica
+        replica = Replica(job, task, copy.deepcopy(model), tx, rate, rank)
+        replica.train(on_point)
+        return replica
 
-    first, *others = replicas = run_ranks(job.ranks, call)
+    first, *others = replicas = run_ranks(job.ranks, call, timeout=PATIENCE)
     if any(other.digest != first.digest for other in others):
         raise RuntimeError(f"{job}: the replicas have come apart")
     losses = zip(*(replica.train_loss for replica in replicas), strict=True)

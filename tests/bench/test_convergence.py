@@ -15,9 +15,6 @@ from gradtx.bench.summary import Difference, Summary, summarise
 from gradtx.bench.tasks import SEQUENCES, TASKS, evaluate, loss_of
 from gradtx.bench.text import CONTEXT, HELD_OUT, Corpus, windows
 from gradtx.bench.training import WARM_UP, Job, Record, rate_factor, train
-from gradtx.bench.turns import Turns
-from gradtx.exchange.group import find_group
-from gradtx.testing import run_ranks
 
 DENSE = "gx.chain(gx.allreduce())"
 SIGNS = "gx.chain(gx.sign(), gx.ef(), gx.allreduce())"
@@ -434,33 +431,3 @@ class TestSummary:
         assert convergence.in_errors(row.loss_difference, 4) == "–"
         assert row.to_json()["mean_loss"] == [3.0, None]
         assert json.dumps(row.to_json(), allow_nan=False)
-
-
-class TestTurns:
-    def test_one_rank_at_a_time_works(self):
-        turns, working, most = Turns(3, timeout=60), set(), []
-
-        def call(rank):
-            with turns.member(rank):
-                for _ in range(20):
-                    working.add(rank)
-                    torch.rand(50, 50).sum()  # Python's lock is let go of here.
-                    most.append(len(working))
-                    working.remove(rank)
-                    found = find_group().all_gather(torch.tensor([rank]))
-                return torch.cat(found).tolist()
-
-        assert run_ranks(3, call) == [[0, 1, 2]] * 3
-        assert most == [1] * 60
-
-    def test_rank_that_fails_ends_the_wait_of_the_others(self):
-        turns = Turns(2, timeout=60)
-
-        def call(rank):
-            with turns.member(rank):
-                if rank == 1:
-                    raise KeyError("rank 1")
-                find_group().all_reduce(torch.ones(1))
-
-        with pytest.raises(KeyError, match="rank 1"):
-            run_ranks(2, call)
