@@ -541,6 +541,7 @@ def test_an_optimizer_of_other_tensors_is_refused():
         (gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce()), r"leave gx\.allreduce\(\) out"),
         (gx.chain(gx.random_k(0.5, feedback=False)), "summed by ranks in step"),
         (gx.chain(gx.powersgd(1), gx.ef()), "summed by ranks in step"),
+        (gx.chain(gx.accumulate(2), gx.topk(0.5), gx.ef()), r"leave gx\.accumulate\(2\) out"),
         (
             gx.chain(gx.topk(gx.Schedule(lambda step: 0.5, (0.5,), "half")), gx.ef()),
             "write a number for half",
