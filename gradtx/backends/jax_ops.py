@@ -139,6 +139,11 @@ def _sum(x: Array) -> Array:
     return (x + error)[..., 0]
 
 
+def finite_part(x: Array) -> Array:
+    """`x`, with zeros for infinities and NaNs."""
+    return jnp.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def max_magnitude(x: Array) -> Array:
     """The largest ``|x|`` of the last axis; zero for an empty one, NaN if there is one."""
     return jnp.abs(x).max(-1, initial=0.0)

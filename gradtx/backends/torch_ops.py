@@ -158,6 +158,11 @@ def mean_magnitude(x: torch.Tensor) -> torch.Tensor:
     return mean.to(x.dtype)
 
 
+def finite_part(x: torch.Tensor) -> torch.Tensor:
+    """`x`, with zeros for infinities and NaNs."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
+
+
 def max_magnitude(x: torch.Tensor) -> torch.Tensor:
     """The largest ``|x|`` of the last axis; zero for an empty one, NaN if there is one."""
     if x.shape[-1] == 0:

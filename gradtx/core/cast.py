@@ -55,7 +55,7 @@ class Cast(Payload):
         if FORMATS[self.format].block is not None:
             return None
         codes = backends.of(places).take(self.codes, places)
-        return Cast(codes, self.exponents, self.format, tuple(codes.shape), self.dtype)
+        return type(self)(codes, self.exponents, self.format, tuple(codes.shape), self.dtype)
 
     @property
     def grain(self) -> int:
@@ -67,7 +67,8 @@ class Cast(Payload):
         exponents = self.exponents
         if (block := FORMATS[self.format].block) is not None:
             exponents = exponents[start // block : -(-stop // block)]
-        return Cast(self.codes[start:stop], exponents, self.format, (stop - start,), self.dtype)
+        codes = self.codes[start:stop]
+        return type(self)(codes, exponents, self.format, (stop - start,), self.dtype)
 
     def in_rows(self, count: int, length: int) -> Payload:
         """Runs of values, filled up with zeros."""
@@ -77,7 +78,7 @@ class Cast(Payload):
         else:
             exponents = ops.table(self.exponents, count, length // block)
         codes = ops.table(self.codes, count, length)
-        return Cast(codes, exponents, self.format, (length,), self.dtype)
+        return type(self)(codes, exponents, self.format, (length,), self.dtype)
 
     def again(self, flat: Array, start: Any) -> Payload:
         """Other values in the same format."""
@@ -93,14 +94,39 @@ class Cast(Payload):
         return ops.ravel(rows * scales[:, None])[: self.size]
 
 
+@register_payload
+class Narrow(Cast):
+    """16-bit leaves that nothing has compressed: what is not finite comes through as it is."""
+
+    def again(self, flat: Array, start: Any) -> Payload:
+        """Other values in the same format."""
+        return encode_narrow(flat, self.format)
+
+
+def encode_narrow(flat: Array, dtype: str) -> Narrow:
+    """FP32 values that were of a 16-bit dtype, in that dtype; those of several leaves, maybe.
+
+    One scale is enough: FP16 values are FP16 values at any scale that the largest fits, and BF16,
+    which has the range of FP32, needs none. An infinity or a NaN has no part in it.
+    """
+    ops = backends.of(flat)
+    wide = ops.dtype_name(flat)
+    exponents = ops.zeros((1,), "int32", flat)
+    if dtype != "bfloat16":
+        largest = ops.max_magnitude(ops.finite_part(flat)[None])
+        exponents = _exponents(largest, dtype)
+    codes = ops.cast(flat * ops.power_of_two(exponents, wide), dtype)
+    return Narrow(codes, ops.cast(-exponents, "int16"), dtype, tuple(flat.shape), wide)
+
+
 def encode_cast(flat: Array, shape: tuple[int, ...], dtype: str) -> Cast:
     """The flat FP32 or FP64 values of a leaf in another dtype, scaled."""
     ops = backends.of(flat)
     wide = ops.dtype_name(flat)
-    top, block = FORMATS[dtype]
+    block = FORMATS[dtype].block
     rows = ops.blocks(flat, block or max(flat.shape[0], 1))
     largest = ops.max_magnitude(rows)
-    exponents = ops.limit(top - _rounded_exponent(largest, dtype), _LIMIT[wide])
+    exponents = _exponents(largest, dtype)
     finite = ops.exponent(largest) < _LIMIT[wide] + 2
     # Times zero, infinity and NaN are NaN: the cast, which in some formats saturates, cannot hide
     # them.
@@ -109,6 +135,13 @@ def encode_cast(flat: Array, shape: tuple[int, ...], dtype: str) -> Cast:
     if block is not None:
         codes = ops.bitcast(codes, "uint8")
     return Cast(codes, ops.cast(-exponents, "int16"), dtype, shape, wide)
+
+
+def _exponents(largest: Array, dtype: str) -> Array:
+    """What the largest magnitudes are to be scaled by, as exponents of two."""
+    ops = backends.of(largest)
+    limit = _LIMIT[ops.dtype_name(largest)]
+    return ops.limit(FORMATS[dtype].top - _rounded_exponent(largest, dtype), limit)
 
 
 def _rounded_exponent(x: Array, dtype: str) -> Array:

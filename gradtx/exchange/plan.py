@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from gradtx import backends
-from gradtx.core.cast import encode_cast
+from gradtx.core.cast import encode_narrow
 from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
@@ -38,8 +38,8 @@ class Plan:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
         payloads: those that are gathered, in path order.
         places: for each of them, the positions of its leaves.
-        shared: by position, in path order, those that owners add up. Among both are `Cast` payloads
-            of 16-bit leaves that nothing has compressed.
+        shared: by position, in path order, those that owners add up. Among both are `Narrow`
+            payloads of 16-bit leaves that nothing has compressed.
         shared_places: for each of them, the positions of its leaves.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
@@ -106,8 +106,7 @@ class Plan:
                 continue
             ops = backends.of(leaves[places[0]])
             flat = ops.concat([ops.ravel(widen(leaves[i])) for i in places])
-            # One scale is enough: what is 16-bit to begin with is so at any scale that it fits.
-            joined = encode_cast(flat, tuple(flat.shape), kind)
+            joined = encode_narrow(flat, kind)
             parts = Parts(tuple((i, tuple(leaves[i].shape)) for i in places))
             out[places[0]] = Joined(joined, parts, joined.shape, joined.dtype)
         return out

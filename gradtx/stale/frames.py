@@ -11,9 +11,9 @@ A frame is a head of 40 bytes, little-endian, and a body::
     24      8     staleness: of those, how many between the worker's last read and its push
     32      8     length of the body
 
-The body is a push, the parameters (both in `gradtx.stale.codec`), a description of what a worker
-runs (JSON), or the text of a refusal. As the head is a multiple of 8 bytes, a message in a body can
-be read without a copy.
+The body is a push (`gradtx.stale.push`), the parameters (`gradtx.stale.parameters`), a description
+of what a worker runs (JSON), or the text of a refusal. As the head is a multiple of 8 bytes, a
+message in a body can be read without a copy.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class PushCodec:
         most_nbytes: the most that a push takes, in bytes.
 
     Raises:
-        ValueError: if the fragment has an exchange, sizes that change with the step, or payloads
-            that only ranks in step can sum.
+        ValueError: if the fragment has an exchange, holds gradients back, or has sizes that change
+            with the step, or payloads that only ranks in step can sum.
         ChainOrderError: if it has stages that need the gradient of all ranks.
         TypeError: if a parameter is no floating-point torch tensor.
     """
@@ -280,6 +280,12 @@ def _check_fragment(fragment: Chain) -> None:
         raise ValueError(
             f"{fragment.code()} has an exchange, and workers do not wait for each other: leave "
             f"{fragment.exchange.code()} out"
+        )
+    holding = [s for s in fragment.stages if s.kind in (Kind.ACCUMULATE, Kind.DELAY)]
+    if holding:
+        raise ValueError(
+            f"{fragment.code()} holds gradients back, and each push is one: leave "
+            f"{holding[0].code()} out, and call backward several times before push()"
         )
     varying = [
         argument

@@ -142,7 +142,7 @@ class ParameterServer:
         self._members: dict[int, _Member] = {}
         self._lost: dict[int, str] = {}
         self._updates = self._admitted = self._slowest = 0
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._closing, self._exiting = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gradtx server", daemon=True)
@@ -210,9 +210,12 @@ class ParameterServer:
                 )
 
     def close(self) -> None:
-        """Stops serving. Workers that are still there get an error."""
+        """Stops serving. Workers that are still there get an error.
+
+        Called by `on_update`, it does not wait for the end.
+        """
         self._closing.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def __enter__(self) -> ParameterServer:
@@ -242,7 +245,7 @@ class ParameterServer:
                 self._switchboard.collect()
                 if not self._answer_all():
                     self._closing.wait(POLL)
-        except Exception as error:
+        except BaseException as error:  # An exit in `on_update` too: nobody may wait for ever.
             self._failure = error
             name = "" if isinstance(error, RankMismatchError) else f"{type(error).__name__}: "
             why = f"the parameter server has stopped: {name}{error}"

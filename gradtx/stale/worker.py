@@ -60,8 +60,8 @@ class Worker:
     Raises:
         RankMismatchError: if the server runs another chain or has other parameters, naming them.
         ConnectionError: if there is no server, or it has died.
-        ValueError: if the fragment cannot be pushed: it has an exchange, a schedule, or payloads
-            that ranks have to be in step for (`random_k`, `powersgd`).
+        ValueError: if the fragment cannot be pushed: it has an exchange, a schedule, `accumulate`,
+            or payloads that ranks have to be in step for (`random_k`, `powersgd`).
         TypeError: if an argument is of the wrong kind.
 
     Example:

@@ -4,7 +4,7 @@ All numbers are little-endian::
 
     offset  size             what
     0       4                magic, b"GRTX"
-    4       2                version, 1
+    4       2                version, 2
     6       2                flags: 1 not finite (a bad step), 2 error, 4 left out, 8 flushing
     8       8                fingerprint of the chain
     16      4                step, modulo 2**32

@@ -320,6 +320,19 @@ def test_16_bit_leaves_travel_in_16_bits(dtype, size, bits):
     np.testing.assert_array_equal(found, (total / np.float32(size)).astype(rows.dtype))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_16_bit_value_that_is_not_finite_spoils_no_other(size, check_vma):
+    tx = gx.chain(gx.allreduce(axis_name="data"))
+    kinds = {"u": "float16", "v": "bfloat16", "w": "float16"}
+    params = {name: jnp.zeros(3000, dtype) for name, dtype in kinds.items()}
+    grads = {k: np.ones((size, 3000), x.dtype) for k, x in params.items()}
+    grads["u"][1, 5], grads["v"][1, 2999] = -INF, NAN
+    found = OnMesh(tx, params, size, check_vma=check_vma, scaled=False).step(grads)
+    for name, rows in grads.items():
+        np.testing.assert_array_equal(np.asarray(found[name], np.float32), rows[1].astype("f4"))
+
+
 def test_leaves_of_one_shape_go_to_owners_together():
     """And give what they give alone; FP64 leaves, and what goes other ways, in the same step."""
     with jax.enable_x64(True):

@@ -412,6 +412,16 @@ class TestLargeAndSmall:
         assert torch.equal(found[normal_range], expected[normal_range])
         torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-24)
 
+    def test_large_ones_in_other_leaves_take_nothing_from_small_ones(self):
+        tx = gx.chain(gx.allreduce())
+        grads = {
+            "v": torch.full((3000,), 2.0**120, dtype=torch.bfloat16),
+            "w": torch.full((3000,), 2.0**-120, dtype=torch.bfloat16),
+        }
+        for out, _, _ in run(tx, lambda i: grads, 4):
+            assert torch.equal(out["v"], grads["v"])
+            assert torch.equal(out["w"], grads["w"])
+
     def test_small_ones_do_not_vanish(self):
         tx = gx.chain(gx.unscale(), TWO_SHOT)
         grads = torch.tensor([2.0**-14, 3 * 2.0**-16, 2.0**-20], dtype=torch.float16)
@@ -463,6 +473,18 @@ class TestBadSteps:
 
         for out, _, _ in run(tx, make, 3):
             assert not bool(out[0].isfinite().all())
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_and_spoils_no_other_value(self, size, dtype):
+        """As in a dense all-reduce: an optimizer of other parameters may still step."""
+        tx = gx.chain(gx.allreduce())
+        ones = torch.ones(3000, dtype=dtype)
+        bad = ones.index_put((torch.tensor([5]),), torch.tensor(-math.inf, dtype=dtype))
+
+        for out, _, _ in run(tx, lambda i: {"v": bad if i == 1 else ones, "w": ones}, size):
+            assert torch.equal(out["v"], bad)
+            assert torch.equal(out["w"], ones)
 
 
 class TestAbsentLeaves:

@@ -408,17 +408,33 @@ def test_an_error_in_a_workers_block_is_a_failure_that_stops_all():
             server.join()
 
 
-def test_an_error_in_the_server_reaches_all_workers():
+@pytest.mark.parametrize("error", [OSError("disk full"), SystemExit("disk full")])
+def test_an_error_in_the_server_reaches_all_workers(error):
     def fail(update):
-        raise OSError("disk full")
+        raise error
 
     where = store()
     with serve(where, zeros(1), on_update=fail) as server:
         worker = join(where, zeros(1))
-        with pytest.raises(gx.RankMismatchError, match="has stopped: OSError: disk full"):
+        with pytest.raises(gx.RankMismatchError, match=r"has stopped: \w+: disk full"):
             push_for_ever(worker)
-        with pytest.raises(OSError, match="disk full"):
-            server.join()
+        with pytest.raises(type(error), match="disk full"):
+            server.join(timeout=TIMEOUT)
+
+
+def test_a_server_may_be_closed_by_on_update():
+    where, started = store(), []
+
+    def enough(update):
+        if update.updates == 3:
+            started[0].close()
+
+    with serve(where, zeros(1), on_update=enough) as server:
+        started.append(server)
+        with pytest.raises(gx.RankMismatchError, match="the parameter server was closed"):
+            push_for_ever(join(where, zeros(1)))
+        server.join(timeout=TIMEOUT)
+    assert server.updates == 3
 
 
 def test_a_server_that_closes_tells_its_workers():
@@ -541,6 +557,7 @@ def test_an_optimizer_of_other_tensors_is_refused():
         (gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce()), r"leave gx\.allreduce\(\) out"),
         (gx.chain(gx.random_k(0.5, feedback=False)), "summed by ranks in step"),
         (gx.chain(gx.powersgd(1), gx.ef()), "summed by ranks in step"),
+        (gx.chain(gx.accumulate(2), gx.topk(0.5), gx.ef()), r"leave gx\.accumulate\(2\) out"),
         (
             gx.chain(gx.topk(gx.Schedule(lambda step: 0.5, (0.5,), "half")), gx.ef()),
             "write a number for half",
