@@ -53,7 +53,7 @@ def allreduce(
     less: each rank adds up its share of all leaves and sends the sum on in the same format, which
     takes ``2 (N - 1) / N`` times the payload on any number of ranks. What is left out of a sum is
     added to the residual of the rank that added it up. Leaves of 16 bits that nothing compresses
-    travel in 16 bits in the same way.
+    travel in 16 bits in the same way, but for sums of `accumulate`, which are of more bits.
 
     The first step begins with a handshake: ranks that run another chain, or have other parameters,
     raise. A leaf that is None counts as zero, and stays None if it is None on all ranks.

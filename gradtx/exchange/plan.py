@@ -65,7 +65,8 @@ class Plan:
         }
         self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
         payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
-        if size > 1 and algorithm != "gather":
+        # The sum of a window is of more bits than its gradients were.
+        if size > 1 and algorithm != "gather" and not context.windowed:
             payloads |= self._narrow(leaves)
             payloads = {i: payloads[i] for i in order if i in payloads}
         able = algorithm != "gather" and size > 1

@@ -335,3 +335,19 @@ CHAINS = [
 @pytest.mark.parametrize("tx", CHAINS, ids=repr)
 def test_windows_keep_the_laws(tx):
     check_laws(tx, ranks=(2, 3))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_mean_of_16_bit_micro_steps_is_rounded_once(size):
+    tx = gx.chain(gx.unscale(), gx.accumulate(3), gx.allreduce())
+    gradients = [[x.bfloat16() for x in drawn(i, 3, 500)] for i in range(size)]
+
+    def rank(i):
+        micro = [({"w": g}, {}) for g in gradients[i]]
+        return window(tx, {"w": torch.zeros(500).bfloat16()}, micro, loss_scale=1.0)[0][0]["w"]
+
+    mean = sum(g.double() for own in gradients for g in own) / (3 * size)
+    for got in run_ranks(size, rank):
+        assert got.dtype == torch.bfloat16
+        # All but those that FP32 brings to the other side of a tie.
+        assert (got != mean.bfloat16()).float().mean() < 0.01
