@@ -122,6 +122,25 @@ def test_a_weight_without_a_window_is_refused():
         pipe.sync(weight=2.0)
 
 
+def test_ranks_that_flush_keep_in_turn_with_one_whose_windows_weigh_nothing():
+    tx = gx.chain(gx.accumulate(1), gx.delayed(steps=2), gx.allreduce())
+
+    def rank(i):
+        p = torch.nn.Parameter(torch.zeros(1))
+        pipe = gx.Pipeline(tx, [p])
+        out = []
+        for step in range(1 + 4 * i):
+            p.grad = torch.full((1,), float(step + 1))
+            report = pipe.sync(weight=0.0 if step in (2, 3) else 1.0)
+            out += [p.grad.item()] if report.ready else []
+        for report in pipe.flush():
+            out += [p.grad.item()] if report.ready else []
+        pipe.close()
+        return out
+
+    assert run_ranks(2, rank, timeout=10.0) == [[1.0, 2.0, 5.0]] * 2
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_late_results_are_those_of_the_functional_form(steps, accumulate):
