@@ -1,11 +1,13 @@
 """A `Pipeline` with windows, delayed results, master weights, and steps that are never good."""
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -310,6 +312,19 @@ def test_an_error_in_the_background_comes_at_the_next_step():
         return "told"
 
     assert run_ranks(2, rank) == ["told", None]
+
+
+def test_a_pipeline_whose_exchange_failed_can_be_collected():
+    p = torch.nn.Parameter(torch.zeros(1))
+    pipe = gx.Pipeline(gx.chain(gx.accumulate(1), gx.delayed(steps=1), gx.allreduce()), [p])
+    p.grad = torch.ones(1)
+    pipe.sync(weight=-1.0)
+    with pytest.raises(ValueError, match="weight"):
+        pipe.state_dict()
+    found = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert found() is None
 
 
 def test_a_closed_pipeline_says_so():
