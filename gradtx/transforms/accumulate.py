@@ -17,6 +17,7 @@ from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
     EmptyState,
+    Progress,
     Share,
     Transformation,
     finite_flag,
@@ -214,10 +215,26 @@ def _window(
         if ops.TRACES:
             # Whether a leaf has been there in the window is not known: so it stays.
             context.progress.absent = ()
-        end = partial(_end, held, state, params, extra, context, n, mean, shares, on_bad, flush)
-        blank = ops.blank(lambda: end()[0]) if ops.TRACES and context.alone else None
-        middle = partial(_middle, state, blank)
+        end = partial(
+            _end,
+            held,
+            state,
+            params,
+            extra,
+            context=context,
+            n=n,
+            mean=mean,
+            shares=shares,
+            on_bad=on_bad,
+            flush=flush,
+        )
         count = ops.concrete(state.count)
+        # Of the form that the end of a window gives, and known to be as equal on all devices.
+        of_end = ops.TRACES and (context.alone or count is None)
+        apart = replace(context, progress=Progress())
+        middle = partial(
+            _middle, state, ops.blank(lambda: end(context=apart)[0]) if of_end else None
+        )
         # Ranks that are processes cannot see whether others have brought anything: all come.
         collective = flush and exchanges and not ops.TRACES
         if count is not None:
@@ -350,6 +367,7 @@ def _end(
     state: AccumulateState,
     params: PyTree,
     extra: dict[str, Any],
+    *,
     context: Context,
     n: int,
     mean: bool,
