@@ -135,7 +135,8 @@ def accumulate(
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if `n` is less than 1, or `on_bad` none of the two; in `update`, if a weight is
-            negative or not finite.
+            negative or not finite. Where that is not known at once, for an array of JAX or on an
+            accelerator, the micro-step counts as bad instead.
 
     References:
         Ott et al., Scaling Neural Machine Translation, 2018.
@@ -302,8 +303,10 @@ def _checked(weight: Any) -> Any:
     if backends.is_array(weight):
         if weight.ndim:
             raise ValueError(f"weight has shape {tuple(weight.shape)}: expected a 0-d array")
-        if backends.of(weight).known(weight < 0):
-            raise ValueError(f"weight is {weight}: expected a number of at least 0")
+        ops = backends.of(weight)
+        weight = ops.cast(ops.detach(weight), "float32")
+        if ops.known((weight >= 0) & (weight < math.inf)) is False:
+            raise ValueError(f"weight is {float(weight)}: expected a finite number of at least 0")
         return weight
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(f"weight is {weight!r}: expected a number or a 0-d array")
