@@ -553,6 +553,73 @@ def test_what_is_never_finite_is_named_on_all_ranks():
     assert "'c'" not in second
 
 
+def test_what_is_bad_once_in_each_window_is_named():
+    params = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("a", "b")}
+    pipe = gx.Pipeline(gx.chain(gx.accumulate(2), gx.allreduce()), params, max_skips=2)
+
+    def window():
+        for b in (1.0, INF):
+            params["a"].grad, params["b"].grad = torch.ones(1), torch.full((1,), b)
+            report = pipe.sync()
+        return report
+
+    assert window().skipped
+    assert window().skipped
+    with pytest.raises(gx.NeverFiniteError, match=r"none of them: 'b'\."):
+        window()
+
+
+def test_a_flush_needs_the_optimizers_that_a_scaler_needs():
+    p = torch.nn.Parameter(torch.zeros(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipe = gx.Pipeline(gx.chain(gx.unscale(), gx.accumulate(2), gx.allreduce()), [p], scaler=scaler)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler.scale(p.sum()).backward()
+    pipe.sync(optimizer)
+    with pytest.raises(ValueError, match="name the optimizers"):
+        list(pipe.flush())
+    for report in pipe.flush(optimizer):
+        assert report.ready
+        scaler.step(optimizer)
+    assert p.item() == -1.0
+
+
+def test_steps_on_what_is_flushed_after_a_restart_reach_the_model():
+    tx = gx.chain(gx.accumulate(2), gx.allreduce(), gx.master_weights())
+    saved = None
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        pipe = gx.Pipeline(tx, [p])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+        if saved is None:
+            p.grad = torch.ones(1, dtype=torch.bfloat16)
+            pipe.sync(optimizer)
+            saved = pipe.state_dict()
+    pipe.load_state_dict(saved)
+    with pytest.raises(ValueError, match="name the optimizers"):
+        list(pipe.flush())
+    for _ in pipe.flush(optimizer):
+        optimizer.step()
+    assert p.item() == 0.5
+
+
+def test_each_micro_step_may_be_unscaled_and_clipped_by_the_user():
+    p = torch.nn.Parameter(torch.zeros(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipe = gx.Pipeline(gx.chain(gx.unscale(), gx.accumulate(2), gx.allreduce()), [p], scaler=scaler)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    for unscaled in (True, False, True, True):
+        scaler.scale(3.0 * p.sum()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_([p], 1.0)
+        if pipe.sync(optimizer).ready:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert p.item() == -(1.0 + 3.0) / 2 - 1.0
+
+
 def test_a_good_step_begins_the_count_anew():
     p = torch.nn.Parameter(torch.zeros(2))
     pipe = gx.Pipeline(gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce()), [p], max_skips=2)
