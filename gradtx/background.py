@@ -18,10 +18,12 @@ class Job:
 
     Args:
         fn: what is called.
+        after: the job before it: if that has failed, the call is not made, and this one fails too.
     """
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
+    def __init__(self, fn: Callable[[], Any], after: Job | None = None) -> None:
         self._fn: Callable[[], Any] | None = fn
+        self._after = after
         self._ended = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
@@ -30,20 +32,20 @@ class Job:
     def done(cls, value: Any) -> Job:
         """A job that has given a value."""
         job = cls(lambda: value)
-        job.run(None)
+        job.run()
         return job
 
-    def run(self, error: BaseException | None) -> BaseException | None:
-        """Makes the call, unless one before it has failed; gives the error, if there is one."""
+    def run(self) -> None:
+        """Makes the call, unless the job before it has failed."""
         fn, self._fn = self._fn, None
+        after, self._after = self._after, None
         try:
-            if error is not None:
-                raise error
+            if after is not None and after._error is not None:
+                raise after._error
             self._value = fn() if fn is not None else None
-        except BaseException as found:
-            self._error = found
+        except BaseException as error:
+            self._error = error
         self._ended.set()
-        return self._error
 
     def result(self) -> Any:
         """What the call gave, once it has ended; raises what it raised."""
@@ -78,7 +80,7 @@ class Background:
         """
         if not self._finalizer.alive:
             raise RuntimeError("the Pipeline has been closed")
-        job = self._last = Job(fn)
+        job = self._last = Job(fn, self._last)
         self._jobs.put(job)
         return job
 
@@ -93,9 +95,9 @@ class Background:
 
 
 def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
-    error: BaseException | None = None
+    # It keeps no job and no error, whose traceback would keep all that the job had in its hands.
     while (job := jobs.get()) is not None:
-        error = job.run(error)
+        job.run()
         del job
 
 

@@ -176,14 +176,8 @@ class Overlapped:
                 lambda: self._front.flush(self._front_state, self._params, **extra)
             )
         )
-        outcome = job.result()
         self._count = 0
-        window = window_state(self._front_state.states)
-        if window.closed:
-            return self._next(job)
-        if window.waiting:
-            return Outcome(sent=outcome.sent)
-        return self._next(Job.done(replace(self._empty(), sent=outcome.sent)))
+        return self._next(job)
 
     @property
     def pending(self) -> bool:

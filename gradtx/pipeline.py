@@ -109,6 +109,7 @@ class Pipeline:
             if max_skips is not None:
                 check_whole("Pipeline(max_skips", max_skips, 1)
             self._max_skips, self._skips = max_skips, 0
+            self._bad: set[str] = set()
             self._never_finite: set[str] | None = None
             state = self._prepare(tx, model, scaler)
         except Exception as error:
@@ -218,10 +219,22 @@ class Pipeline:
 
         Yields:
             A report for each result; none, if there is nothing to bring out on any rank.
+
+        Raises:
+            ValueError: if optimizers are needed and not given, as for `sync`.
+            RankMismatchError: if another rank failed, or ranks disagree.
         """
         if not self._windowed and not self.tx.delay:
             return
         self._check_group()
+        try:
+            if self._with_masters:
+                self._masters.attach(optimizers)
+            if self._scaler is not None and self._scaler.enabled:
+                self._loss_scale(optimizers, None)
+        except Exception as error:
+            self._engine.fail(error)
+            raise
         pending = True
         while pending:
             for parameter in (*self._parameters.values(), *self._masters.parameters.values()):
@@ -250,8 +263,11 @@ class Pipeline:
         """Writes what a step gave, and says so."""
         written = outcome.updates is not None and self._write(flatten(outcome.updates)[0])
         decided = outcome.ready or outcome.skipped
-        if decided and self._scaler is not None and self._scaler.enabled:
-            self._scaler.record(optimizers, skipped=outcome.skipped, left_out=outcome.left_out)
+        if self._scaler is not None and self._scaler.enabled:
+            if decided:
+                self._scaler.record(optimizers, skipped=outcome.skipped, left_out=outcome.left_out)
+            else:
+                self._scaler.go_on(optimizers)
         if decided:
             self._count_skips(outcome.skipped)
         dense = 2 * (self._group.size - 1) * 4 * self._values // self._group.size
@@ -263,15 +279,19 @@ class Pipeline:
         )
 
     def _look_for_bad(self) -> None:
-        """Keeps in mind, while steps are skipped, which gradients are never finite."""
+        """Keeps in mind, while steps are skipped, which gradients are not finite."""
         if not self._skips:
-            self._never_finite = None
             return
         with_gradient = ((k, p.grad) for k, p in self._parameters.items() if p.grad is not None)
-        bad = {path for path, grad in with_gradient if not bool(grad.isfinite().all())}
-        self._never_finite = bad if self._never_finite is None else self._never_finite & bad
+        self._bad |= {path for path, grad in with_gradient if not bool(grad.isfinite().all())}
 
     def _count_skips(self, skipped: bool) -> None:
+        if not skipped:
+            self._never_finite = None
+        elif self._skips:
+            known = self._never_finite
+            self._never_finite = self._bad if known is None else known & self._bad
+        self._bad = set()
         self._skips = self._skips + 1 if skipped else 0
         if self._max_skips is None or self._skips <= self._max_skips:
             return

@@ -1,11 +1,13 @@
 """A `Pipeline` with windows, delayed results, master weights, and steps that are never good."""
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -120,6 +122,25 @@ def test_a_weight_without_a_window_is_refused():
     pipe = gx.Pipeline(gx.chain(gx.allreduce()), [p])
     with pytest.raises(ValueError, match=r"no accumulate\(\)"):
         pipe.sync(weight=2.0)
+
+
+def test_ranks_that_flush_keep_in_turn_with_one_whose_windows_weigh_nothing():
+    tx = gx.chain(gx.accumulate(1), gx.delayed(steps=2), gx.allreduce())
+
+    def rank(i):
+        p = torch.nn.Parameter(torch.zeros(1))
+        pipe = gx.Pipeline(tx, [p])
+        out = []
+        for step in range(1 + 4 * i):
+            p.grad = torch.full((1,), float(step + 1))
+            report = pipe.sync(weight=0.0 if step in (2, 3) else 1.0)
+            out += [p.grad.item()] if report.ready else []
+        for report in pipe.flush():
+            out += [p.grad.item()] if report.ready else []
+        pipe.close()
+        return out
+
+    assert run_ranks(2, rank, timeout=10.0) == [[1.0, 2.0, 5.0]] * 2
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -291,6 +312,19 @@ def test_an_error_in_the_background_comes_at_the_next_step():
         return "told"
 
     assert run_ranks(2, rank) == ["told", None]
+
+
+def test_a_pipeline_whose_exchange_failed_can_be_collected():
+    p = torch.nn.Parameter(torch.zeros(1))
+    pipe = gx.Pipeline(gx.chain(gx.accumulate(1), gx.delayed(steps=1), gx.allreduce()), [p])
+    p.grad = torch.ones(1)
+    pipe.sync(weight=-1.0)
+    with pytest.raises(ValueError, match="weight"):
+        pipe.state_dict()
+    found = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert found() is None
 
 
 def test_a_closed_pipeline_says_so():
@@ -517,6 +551,73 @@ def test_what_is_never_finite_is_named_on_all_ranks():
     assert "none on this rank" in first
     assert "'b'." in second
     assert "'c'" not in second
+
+
+def test_what_is_bad_once_in_each_window_is_named():
+    params = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("a", "b")}
+    pipe = gx.Pipeline(gx.chain(gx.accumulate(2), gx.allreduce()), params, max_skips=2)
+
+    def window():
+        for b in (1.0, INF):
+            params["a"].grad, params["b"].grad = torch.ones(1), torch.full((1,), b)
+            report = pipe.sync()
+        return report
+
+    assert window().skipped
+    assert window().skipped
+    with pytest.raises(gx.NeverFiniteError, match=r"none of them: 'b'\."):
+        window()
+
+
+def test_a_flush_needs_the_optimizers_that_a_scaler_needs():
+    p = torch.nn.Parameter(torch.zeros(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipe = gx.Pipeline(gx.chain(gx.unscale(), gx.accumulate(2), gx.allreduce()), [p], scaler=scaler)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler.scale(p.sum()).backward()
+    pipe.sync(optimizer)
+    with pytest.raises(ValueError, match="name the optimizers"):
+        list(pipe.flush())
+    for report in pipe.flush(optimizer):
+        assert report.ready
+        scaler.step(optimizer)
+    assert p.item() == -1.0
+
+
+def test_steps_on_what_is_flushed_after_a_restart_reach_the_model():
+    tx = gx.chain(gx.accumulate(2), gx.allreduce(), gx.master_weights())
+    saved = None
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        pipe = gx.Pipeline(tx, [p])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+        if saved is None:
+            p.grad = torch.ones(1, dtype=torch.bfloat16)
+            pipe.sync(optimizer)
+            saved = pipe.state_dict()
+    pipe.load_state_dict(saved)
+    with pytest.raises(ValueError, match="name the optimizers"):
+        list(pipe.flush())
+    for _ in pipe.flush(optimizer):
+        optimizer.step()
+    assert p.item() == 0.5
+
+
+def test_each_micro_step_may_be_unscaled_and_clipped_by_the_user():
+    p = torch.nn.Parameter(torch.zeros(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipe = gx.Pipeline(gx.chain(gx.unscale(), gx.accumulate(2), gx.allreduce()), [p], scaler=scaler)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    for unscaled in (True, False, True, True):
+        scaler.scale(3.0 * p.sum()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_([p], 1.0)
+        if pipe.sync(optimizer).ready:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert p.item() == -(1.0 + 3.0) / 2 - 1.0
 
 
 def test_a_good_step_begins_the_count_anew():

@@ -394,8 +394,21 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
 
 
 def blank(fn: Callable[[], Any]) -> Any:
-    """Zeros of the structure, shapes and dtypes that `fn` gives."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn))
+    """Zeros of the structure, shapes and dtypes that `fn` gives, varying over the same axes."""
+    varying: list[tuple[str, ...]] = []
+
+    def traced() -> Any:
+        found = fn()
+        varying.extend(map(varying_axes, jax.tree.leaves(found)))
+        return found
+
+    shapes, treedef = jax.tree.flatten(jax.eval_shape(traced))
+    zeros = (jnp.zeros(x.shape, x.dtype) for x in shapes)
+    found = [
+        jax.lax.pcast(x, axes, to="varying") if axes else x
+        for x, axes in zip(zeros, varying, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, found)
 
 
 def nearest(value: Array, values: Sequence[float]) -> Array:

@@ -483,6 +483,11 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         )
     if isinstance(part, Bare):
         part.refuse_in("masked")
+    if isinstance(part, Enclosing) and isinstance(part, Gate):
+        raise ValueError(
+            f"masked({part.code()}, ...): a window holds back whole steps; mask what is held back, "
+            "accumulate(8, masked(...))"
+        )
     predicate = as_predicate(predicate)
 
     def init(params: PyTree, info: Info | None) -> MaskedState:

@@ -118,6 +118,11 @@ class ScalerAdapter:
             state["stage"] = OptState.UNSCALED
             state[_SYNCED] = True
 
+    def go_on(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Takes back what `unscale_` has noted: before the end of a window, gradients are new."""
+        for optimizer in optimizers:
+            self._state(optimizer).update(stage=OptState.READY, found_inf_per_device={})
+
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = self._scaler._per_optimizer_states[id(optimizer)]
         return state

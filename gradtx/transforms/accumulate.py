@@ -17,6 +17,7 @@ from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
     EmptyState,
+    Progress,
     Share,
     Transformation,
     finite_flag,
@@ -134,7 +135,8 @@ def accumulate(
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if `n` is less than 1, or `on_bad` none of the two; in `update`, if a weight is
-            negative or not finite.
+            negative or not finite. Where that is not known at once, for an array of JAX or on an
+            accelerator, the micro-step counts as bad instead.
 
     References:
         Ott et al., Scaling Neural Machine Translation, 2018.
@@ -214,10 +216,26 @@ def _window(
         if ops.TRACES:
             # Whether a leaf has been there in the window is not known: so it stays.
             context.progress.absent = ()
-        end = partial(_end, held, state, params, extra, context, n, mean, shares, on_bad, flush)
-        blank = ops.blank(lambda: end()[0]) if ops.TRACES and context.alone else None
-        middle = partial(_middle, state, blank)
+        end = partial(
+            _end,
+            held,
+            state,
+            params,
+            extra,
+            context=context,
+            n=n,
+            mean=mean,
+            shares=shares,
+            on_bad=on_bad,
+            flush=flush,
+        )
         count = ops.concrete(state.count)
+        # Of the form that the end of a window gives, and known to be as equal on all devices.
+        of_end = ops.TRACES and (context.alone or count is None)
+        apart = replace(context, progress=Progress())
+        middle = partial(
+            _middle, state, ops.blank(lambda: end(context=apart)[0]) if of_end else None
+        )
         # Ranks that are processes cannot see whether others have brought anything: all come.
         collective = flush and exchanges and not ops.TRACES
         if count is not None:
@@ -285,8 +303,10 @@ def _checked(weight: Any) -> Any:
     if backends.is_array(weight):
         if weight.ndim:
             raise ValueError(f"weight has shape {tuple(weight.shape)}: expected a 0-d array")
-        if backends.of(weight).known(weight < 0):
-            raise ValueError(f"weight is {weight}: expected a number of at least 0")
+        ops = backends.of(weight)
+        weight = ops.cast(ops.detach(weight), "float32")
+        if ops.known((weight >= 0) & (weight < math.inf)) is False:
+            raise ValueError(f"weight is {float(weight)}: expected a finite number of at least 0")
         return weight
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(f"weight is {weight!r}: expected a number or a 0-d array")
@@ -350,6 +370,7 @@ def _end(
     state: AccumulateState,
     params: PyTree,
     extra: dict[str, Any],
+    *,
     context: Context,
     n: int,
     mean: bool,

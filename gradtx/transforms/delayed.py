@@ -159,15 +159,15 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
         **extra: Any,
     ) -> tuple[PyTree, DelayedState]:
         ops, told = backends.of(state.ready), context.progress
-        came: Any = False
+        moves: Any = True
         result, inner_states = map_arrays(ops.zeros_like, state.queue[0]), state.inner_states
         if context.windowed or not flush:
             extra |= {"context": context} | ({"flush": flush} if context.windowed else {})
             out, inner_states = run(parts, updates, state.inner_states, params, extra)
-            came, good = outcome_of(inner_states)
+            moves, good = outcome_of(inner_states)
             absent = told.absent or (False,) * len(context.layout.leaves)
             result = Result(map_leaves(widen, out), good, ops.flags(absent))
-        moves = ops.as_flag(came) | ops.as_flag(flush and told.through)
+        moves = ops.as_flag(moves)
         head, *rest = (*state.queue, result)
         ready = moves & head.good
         told.finite, told.nothing, told.absent = True, ~ready, ()
@@ -195,14 +195,15 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
 
 
 def outcome_of(states: Sequence[Any]) -> tuple[Any, Array]:
-    """Whether an exchange was made, and whether its step was taken.
+    """Whether an exchange was due, and whether its step was taken.
 
     Args:
         states: of the parts up to the exchange, after the step.
     """
     for state in states:
         if hasattr(state, "closed"):
-            return state.closed, state.ready
+            # Not `closed`: a window in which nothing weighs anything has its turn too.
+            return state.count == 0, state.ready
         if hasattr(state, "last_finite"):
             return True, state.last_finite
     return True, backends.find(arrays_in(states)).flag(True)

@@ -279,12 +279,28 @@ def test_wrong_arguments_are_refused(make, error, text):
         make()
 
 
-@pytest.mark.parametrize("weight", [-1.0, INF, float("nan"), torch.tensor(-2.0), torch.ones(2)])
+@pytest.mark.parametrize(
+    "weight", [-1.0, INF, float("nan"), torch.tensor(-2.0), torch.tensor(INF), torch.ones(2)]
+)
 def test_weights_that_are_none_are_refused(weight):
     tx = gx.chain(gx.accumulate(2), gx.allreduce())
     grads = {"w": torch.zeros(())}
     with pytest.raises(ValueError, match="weight"):
         tx.update(grads, tx.init(grads), weight=weight)
+
+
+def test_a_weight_that_is_a_tensor_counts_as_its_value():
+    tx, grads = gx.chain(gx.accumulate(2), gx.allreduce()), {"w": torch.ones(2)}
+    state = tx.init(grads)
+    for weight, value in ((torch.tensor(3.0, requires_grad=True), 1.0), (torch.tensor(1), 5.0)):
+        updates, state = tx.update({"w": torch.full((2,), value)}, state, weight=weight)
+    assert updates["w"].tolist() == [2.0, 2.0]
+    assert not updates["w"].requires_grad
+
+
+def test_a_window_cannot_be_masked():
+    with pytest.raises(ValueError, match=r"mask what is held back, accumulate\(8, masked"):
+        gx.masked(gx.accumulate(2, gx.scale(2.0)), gx.is_matrix)
 
 
 def test_a_stage_alone_says_what_to_write():

@@ -86,6 +86,15 @@ def test_every_result_comes_once_in_order_and_late(steps, accumulate, count, bad
         assert int(state.total_notfinite) == int(plain.total_notfinite)
 
 
+def test_a_window_that_weighs_nothing_has_its_turn_too():
+    tx = gx.chain(gx.accumulate(1), gx.delayed(steps=1), gx.allreduce())
+    state, out = tx.init({"w": torch.zeros(1)}), []
+    for weight, value in ((1.0, 1.0), (0.0, 2.0), (1.0, 3.0), (1.0, 4.0)):
+        updates, state = tx.update({"w": torch.tensor([value])}, state, weight=weight)
+        out.append((updates["w"].item(), bool(state.ready)))
+    assert out == [(0.0, False), (1.0, True), (0.0, False), (3.0, True)]
+
+
 def test_no_delay_is_the_chain_without_it():
     assert chain_of(0).core == chain_of(None).core
 

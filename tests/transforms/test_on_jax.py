@@ -182,6 +182,20 @@ def test_on_a_mesh_all_devices_clip_and_count_alike(check_vma):
         close(mesh.step(stacked), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("delay", [(), (gx.delayed(steps=1),)])
+def test_on_a_mesh_a_window_is_one_large_batch(check_vma, delay):
+    tx = gx.chain(gx.unscale(), gx.accumulate(2), *delay, gx.allreduce(axis_name="data"))
+    mesh = OnMesh(tx, {"w": jnp.zeros(3)}, 2, check_vma=check_vma)
+    out = []
+    for number in range(4):
+        stacked = {"w": np.full((2, 3), number, np.float32) + np.float32([[0.0], [1.0]])}
+        out.append((float(mesh.step(stacked)["w"][0]), bool(mesh.state.ready)))
+    first = (0.0, False) if delay else (1.0, True)
+    second = (1.0, True) if delay else (3.0, True)
+    assert out == [(0.0, False), first, (0.0, False), second]
+
+
 # Of a model on a mesh of two replicas by two shards: one leaf is spread over the shards, the other
 # is whole on both.
 WHOLE = np.asarray([3.0, -1.0, 2.0], np.float32)
