@@ -34,6 +34,7 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
+from gradtx.transforms.accumulate import check_weight
 from gradtx.transforms.master_weights import STAGE as MASTER_WEIGHTS
 from gradtx.transforms.unscale import unscale
 
@@ -193,7 +194,7 @@ class Pipeline:
             if weight is not None:
                 if not self._windowed:
                     raise ValueError("weight is given and the chain has no accumulate()")
-                extra["weight"] = weight
+                extra["weight"] = check_weight(weight)
         except Exception as error:
             self._engine.fail(error)
             raise

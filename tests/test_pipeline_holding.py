@@ -315,11 +315,19 @@ def test_an_error_in_the_background_comes_at_the_next_step():
 
 
 def test_a_pipeline_whose_exchange_failed_can_be_collected():
+    class Failing:
+        def init(self, params):
+            return ()
+
+        def update(self, updates, state, params=None):
+            raise ValueError("out of order")
+
     p = torch.nn.Parameter(torch.zeros(1))
-    pipe = gx.Pipeline(gx.chain(gx.accumulate(1), gx.delayed(steps=1), gx.allreduce()), [p])
+    failing = gx.declare(Failing(), name="failing", needs_reduced=False)
+    pipe = gx.Pipeline(gx.chain(failing, gx.delayed(steps=1), gx.allreduce()), [p])
     p.grad = torch.ones(1)
-    pipe.sync(weight=-1.0)
-    with pytest.raises(ValueError, match="weight"):
+    pipe.sync()
+    with pytest.raises(ValueError, match="out of order"):
         pipe.state_dict()
     found = weakref.ref(pipe)
     del pipe
@@ -641,3 +649,12 @@ def test_the_group_of_a_delayed_exchange_is_its_own():
         return total.item()
 
     assert run_ranks(2, rank) == [1.0, 1.0]
+
+
+def test_a_wrong_weight_is_refused_where_it_is_given():
+    p = torch.nn.Parameter(torch.zeros(1))
+    pipe = gx.Pipeline(gx.chain(gx.accumulate(2), gx.delayed(steps=1), gx.allreduce()), [p])
+    p.grad = torch.ones(1)
+    with pytest.raises(ValueError, match=r"weight is -1\.0"):
+        pipe.sync(weight=-1.0)
+    pipe.close()

@@ -243,7 +243,7 @@ class Chain(Transformation):
             extra: as for `update`.
 
         Returns:
-            The updates, zeros if there is nothing to step with, and the new state.
+            The updates, zeros (or None) if there is nothing to step with, and the new state.
         """
         nothing = [None] * len(state.layout.leaves)
         none = unflatten(state.layout.treespec, nothing)

@@ -210,7 +210,7 @@ def _window(
         ops = backends.of(state.count)
         if not flush:
             flag = finite_flag({"finite": finite}, ops)
-            state = _absorbed(updates, state, context, _checked(weight), flag, on_bad)
+            state = _absorbed(updates, state, context, check_weight(weight), flag, on_bad)
         unequal = not ops.TRACES or weight is not None or on_bad == "leave_out"
         shares = unequal and not context.alone
         if ops.TRACES:
@@ -295,7 +295,13 @@ def _zeros(leaf: Array) -> Array:
     return ops.zeros(tuple(leaf.shape), accumulation_dtype(ops.dtype_name(leaf)), leaf)
 
 
-def _checked(weight: Any) -> Any:
+def check_weight(weight: Any) -> Any:
+    """The weight of a micro-step as a Python float, or FP32 0-d; one for None.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is known to be negative or not finite, or has an axis.
+    """
     if isinstance(weight, (np.ndarray, np.generic)) and weight.ndim == 0:
         weight = weight.item()
     if weight is None:
@@ -335,7 +341,9 @@ def _absorbed(
         good = good & (weight >= 0) & (weight < math.inf)
         weight = ops.where(good, weight, 0.0)
     gradients = leaves_like(updates, state.total)
-    weighed = [x if x is None else widen(x) * weight for x in gradients]
+    wide = [x if x is None else widen(x) for x in gradients]
+    plain = not backends.is_array(weight) and weight == 1
+    weighed = wide if plain else [x if x is None else x * weight for x in wide]
     added = [x if y is None else x + y for x, y in zip(totals, weighed, strict=True)]
     known = ops.known(good)
     if known is False:
