@@ -1,4 +1,4 @@
-"""``python -m gradtx``: the demo, the compressors measured, and the rules and chains explained."""
+"""``python -m gradtx``: the demo, what is measured, and the rules and chains explained."""
 
 from __future__ import annotations
 
@@ -25,17 +25,24 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands.add_parser("explain", help="print the order rules, or explain a chain"))
     from gradtx import demo
-    from gradtx.bench import compressors
+    from gradtx.bench import compressors, convergence
 
     demo.add_arguments(commands.add_parser("demo", help="train on two ranks, dense and compressed"))
     compressors.add_arguments(
         commands.add_parser("compressors", help="measure all compressors on a gradient")
+    )
+    bench = commands.add_parser("bench", help="measure more, which takes longer")
+    benches = bench.add_subparsers(dest="bench", required=True)
+    convergence.add_arguments(
+        benches.add_parser("convergence", help="train small networks with many chains")
     )
     options = parser.parse_args(arguments)
     if options.command == "explain":
         return _explain(options.chain)
     if options.command == "compressors":
         return compressors.main(options)
+    if options.command == "bench":
+        return {"convergence": convergence.main}[options.bench](options)
     return demo.main(options)
 
 

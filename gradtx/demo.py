@@ -16,30 +16,31 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
+from torch import nn
+from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional as F
 
 import gradtx as gx
-from gradtx.core.parse import FAILURES, parse
+from gradtx.bench.arguments import chain_from, whole_number
+from gradtx.bench.digits import BATCH, Digits, network
+from gradtx.bench.processes import messages_of
+from gradtx.core.parse import FAILURES
 from gradtx.files import file_to_write
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-BATCH = 64
 PEAK_LEARNING_RATE = 0.2
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 TIME_LIMIT = 450.0  # seconds, for all runs of a chain
@@ -58,31 +59,6 @@ def chains(ratio: float, codes: Sequence[str] = ()) -> dict[str, gx.Chain]:
     names = ["compressed", *(f"compressed {i + 1}" for i in range(1, len(compressed)))]
     dense = gx.chain(gx.unscale(), gx.allreduce())
     return {"dense": dense, **dict(zip(names, compressed, strict=True))}
-
-
-def chain_from(code: str) -> gx.Chain:
-    """The chain that a text stands for.
-
-    Raises:
-        ValueError: if it is none, or has no exchange.
-    """
-    parsed = parse(code, {name: getattr(gx, name) for name in gx.__all__})
-    tx = parsed if isinstance(parsed, gx.Chain) else gx.chain(parsed)
-    if tx.exchange is None:
-        raise ValueError(f"{tx.code()} exchanges nothing: end it with allreduce()")
-    return tx
-
-
-def network() -> nn.Sequential:
-    """Three convolutions with BatchNorm and two linear layers: 40,506 parameters."""
-
-    def block(inputs: int, outputs: int) -> list[nn.Module]:
-        convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
-
-    head = [nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)]
-    halve = nn.MaxPool2d(2)
-    return nn.Sequential(*block(1, 16), *block(16, 32), halve, *block(32, 64), halve, *head)
 
 
 @dataclass(frozen=True)
@@ -126,10 +102,11 @@ def train(
     scaler = torch.amp.GradScaler("cpu")
     optimizer, schedule = optimizer_for(model, epochs * data.batches)
     pipe = gx.Pipeline(tx, model, scaler=scaler)  # 1: once, before the loop
+    place = dist.get_rank(), dist.get_world_size()
     reports = []
     start = time.perf_counter()
     for epoch in range(epochs):
-        for images, labels in data.epoch(1000 * seed + epoch):
+        for images, labels in data.epoch(1000 * seed + epoch, *place):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
@@ -180,46 +157,6 @@ def replicas_identical(model: nn.Module) -> bool:
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     return len(set(digests)) == 1
-
-
-class Digits(NamedTuple):
-    """The data, the same on all ranks.
-
-    Images are float32 ``[n, 1, 8, 8]`` from 0 to 1, labels int64 ``[n]``.
-    """
-
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-    @classmethod
-    def load(cls) -> Digits:
-        """Reads the images that come with scikit-learn, always split in the same way."""
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-
-        digits = load_digits()
-        images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
-        labels = torch.from_numpy(digits.target).long()
-        train, test = train_test_split(
-            range(len(labels)), test_size=540, stratify=digits.target, random_state=0
-        )
-        return cls(images[train], labels[train], images[test], labels[test])
-
-    @property
-    def batches(self) -> int:
-        """How many full batches there are in an epoch."""
-        return len(self.train_labels) // BATCH
-
-    def epoch(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of each batch, in an order that all ranks draw alike."""
-        order = torch.randperm(
-            len(self.train_labels), generator=torch.Generator().manual_seed(seed)
-        )
-        for batch in order.split(BATCH)[: self.batches]:
-            mine = batch[dist.get_rank() :: dist.get_world_size()]
-            yield self.train_images[mine], self.train_labels[mine]
 
 
 @dataclass(frozen=True)
@@ -281,37 +218,11 @@ def run_ranks(settings: Settings) -> Generator[Message, None, None]:
         TimeoutError: if they take longer than `TIME_LIMIT` a chain.
         ProcessException: if a rank fails; with its traceback, if it has raised.
     """
-    limit = TIME_LIMIT * settings.count
-    deadline = time.monotonic() + limit
-    inbox = get_context("spawn").SimpleQueue()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        started(settings, Path(folder, "rendezvous").as_uri(), inbox) as ranks,
-    ):
-        ended = False
-        while not ended:
-            ended = ranks.join(timeout=0.1)
-            while not inbox.empty():
-                yield inbox.get()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the ranks have not ended in {limit:.0f} s")
-
-
-@contextmanager
-def started(settings: Settings, rendezvous: str, outbox: Any) -> Iterator[ProcessContext]:
-    """The ranks as processes, which are stopped when the block is left."""
-    arguments = (settings, rendezvous, outbox)
-    ranks = spawn(rank_main, arguments, nprocs=settings.ranks, join=False, daemon=True)
-    try:
-        yield ranks
-    finally:
-        for process in ranks.processes:
-            process.terminate()
-        for process in ranks.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = settings, Path(folder, "rendezvous").as_uri()
+        yield from messages_of(
+            rank_main, arguments, settings.ranks, limit=TIME_LIMIT * settings.count
+        )
 
 
 def collect(settings: Settings, console: Console) -> list[Run]:
@@ -453,19 +364,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--quick", action="store_true", help="a short run, for CI")
     add("--json", type=file_to_write, metavar="FILE", help="write all results to FILE")
-
-
-def whole_number(least: int, most: int = 10**6) -> Callable[[str], int]:
-    """An argparse type: a whole number within bounds."""
-
-    def convert(text: str) -> int:
-        number = int(text)
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{number} is not in {least}..{most}")
-        return number
-
-    convert.__name__ = "whole number"
-    return convert
 
 
 def main(args: argparse.Namespace) -> int:

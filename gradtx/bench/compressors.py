@@ -7,7 +7,6 @@ of what comes out of them again.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -23,6 +22,8 @@ from torch import Tensor
 
 import gradtx as gx
 from gradtx.bench.gradients import BUILT_IN, Gradient, load
+from gradtx.bench.plot import check_plot, draw
+from gradtx.bench.tables import print_table
 from gradtx.core.payload import decode_leaves
 from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import flatten, layout_of
@@ -30,7 +31,6 @@ from gradtx.exchange.outgoing import Outgoing
 from gradtx.files import file_to_write
 from gradtx.wire import Header, decode_message
 
-PICTURES = (".png", ".svg", ".pdf")
 RANKS = 2
 MOST_RUNS = 21
 FEWEST_RUNS = 3
@@ -247,30 +247,6 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    """Prints all rows: by rich, if it is there and has a terminal, or plainly."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(HEADINGS[0])
-        for heading in HEADINGS[1:]:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*cells(row))
-        Console(highlight=False).print(table)
-        return
-    print("\n".join(plain([HEADINGS, *map(cells, rows)])))
-
-
-def plain(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns of text, the first one flush left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        first, *others = (text.rjust(width) for text, width in zip(line, widths, strict=True))
-        yield "  ".join([line[0].ljust(len(first)), *others])
-
-
 def describe(source: str, gradient: Gradient) -> str:
     """What the rows are about, in one line."""
     size = sum(leaf.numel() for leaf in gradient.values())
@@ -327,21 +303,6 @@ def main(args: argparse.Namespace) -> int:
         return 130
 
 
-def check_plot(path: Path) -> None:
-    """Refuses, before anything is measured, what could not be drawn.
-
-    Raises:
-        ImportError: without matplotlib.
-        ValueError: for a file of another kind.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("matplotlib not found: pip install 'gradtx[plot]'")
-    if path.suffix not in PICTURES:
-        raise ValueError(f"{path}: expected a file that ends in {', '.join(PICTURES)}")
-
-
 def report(args: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the files; gives the exit status."""
     if args.plot is not None:
@@ -350,12 +311,10 @@ def report(args: argparse.Namespace) -> int:
     chosen = select(methods(gradient), args.only)
     with one_thread():
         rows = [measure(stages, gradient) for stages in chosen.values()]
-    print_table(rows)
+    print_table(HEADINGS, [cells(row) for row in rows])
     print(f"{describe(args.gradient, gradient)}; times on one thread")
     if args.json is not None:
         write_json(args.json, args.gradient, gradient, rows)
     if args.plot is not None:
-        from gradtx.bench.plot import draw
-
         draw(rows, args.plot, describe(args.gradient, gradient))
     return 0

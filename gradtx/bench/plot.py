@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradtx.bench.compressors import Row
 
+PICTURES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours: told apart by most readers, and by their markers in grey.
 KINDS = {
     "some of the values": ("o", "#0072B2", ("topk", "threshold", "random_k")),
@@ -28,6 +30,21 @@ PLACES: list[Place] = [
     for distance in (6, 12, 20, 30, 42)
     for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
 ]
+
+
+def check_plot(path: Path) -> None:
+    """Refuses, before anything is measured, what could not be drawn.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for a file of another kind.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("matplotlib not found: pip install 'gradtx[plot]'")
+    if path.suffix not in PICTURES:
+        raise ValueError(f"{path}: expected a file that ends in {', '.join(PICTURES)}")
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:

@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 import gradtx as gx
 from gradtx import demo
+from gradtx.bench.digits import Digits
 from gradtx.bench.gradients import BUILT_IN, built_in_path
 from gradtx.core.tree import PyTree, flatten_with_paths
 
@@ -71,7 +72,7 @@ def rank_main(rank: int, rendezvous: str, folder: Path) -> None:
     recorder = Recorder(BUILT_IN)
     tap = gx.declare(recorder, name="tap", linear=True, stateful=False, needs_reduced=False)
     tx = gx.chain(gx.unscale(), tap, gx.allreduce())
-    run = demo.train("dense", tx, demo.Digits.load(), SEED, EPOCHS, lambda: None)
+    run = demo.train("dense", tx, Digits.load(), SEED, EPOCHS, lambda: None)
     dist.destroy_process_group()
     if rank == 0:
         print(f"{EPOCHS} epochs, seed {SEED}: {run.accuracy:.2f} % of the held-out images")
