@@ -91,6 +91,31 @@ class TestTorchAndJax:
         assert float(accuracy) > 94
 
 
+class TestCombination:
+    def test_a_thirtieth_of_the_bytes_a_window_trains_like_dense(self, tmp_path: Path) -> None:
+        path = tmp_path / "results.json"
+        script = str(ROOT / "examples" / "combination.py")
+        out = python(script, "--short", "--loopback", "--json", str(path))
+        assert "loopback, unshaped; ranks: 2, seeds: 1" in out
+        assert "replicas identical: yes" in out
+        results = json.loads(path.read_text())
+        dense, compressed, dense_window, compressed_window = results["variants"].values()
+        # Values and positions: 0.05 * (16 + 6.4) of 32 bits, and a header.
+        assert dense["wire_bytes"] / compressed["wire_bytes"] > 25
+        assert compressed_window["wire_bytes"] == compressed["wire_bytes"]
+        # Without error feedback it is 4.6 % above dense; both begin at 4.56.
+        assert dense["losses"][0] < 2.9
+        assert compressed["against_peers"][0] < 3
+        for variant, dense_loss in ((compressed, dense), (compressed_window, dense_window)):
+            [loss], [peer] = variant["losses"], dense_loss["losses"]
+            assert variant["against_peers"] == [pytest.approx(100 * (loss / peer - 1))]
+        for variant in results["variants"].values():
+            [split] = variant["splits"]
+            assert min(split.values()) > 0
+            share = 100 * split["transport"] / sum(split.values())
+            assert variant["shares"] == [pytest.approx(share)]
+
+
 class TestDemo:
     def test_quick_form_trains_both_chains(self, tmp_path: Path) -> None:
         path = tmp_path / "results.json"
