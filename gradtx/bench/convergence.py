@@ -35,7 +35,7 @@ from gradtx.bench.processes import messages_of
 from gradtx.bench.summary import Difference, Summary, stages_of, summarise
 from gradtx.bench.tables import print_table
 from gradtx.bench.tasks import SEQUENCES, TASKS
-from gradtx.bench.training import Job, Record, train
+from gradtx.bench.training import Job, Record, learning_rate, train
 from gradtx.core.errors import ChainOrderError
 from gradtx.core.parse import FAILURES
 from gradtx.core.stage import Kind
@@ -156,7 +156,7 @@ def collect(jobs: Sequence[Job], processes: int, out: Path | None) -> list[Recor
         out: the file, or None.
     """
     found = [] if out is None else results.read(out)
-    done = {record.job: record for record in found if record.version == gx.__version__}
+    done = {record.job: record for record in found if still_holds(record, jobs)}
     left = [job for job in jobs if job not in done]
     if out is not None:
         results.mend(out)
@@ -171,6 +171,15 @@ def collect(jobs: Sequence[Job], processes: int, out: Path | None) -> list[Recor
                     if out is not None:
                         results.append(out, message)
     return [done[job] for job in jobs]
+
+
+def still_holds(record: Record, jobs: Sequence[Job]) -> bool:
+    """Whether a run is one of those wanted, and would be run in the same way today."""
+    return (
+        record.job in jobs
+        and record.version == gx.__version__
+        and record.learning_rate == learning_rate(record.job)
+    )
 
 
 @contextmanager

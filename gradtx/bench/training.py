@@ -130,7 +130,9 @@ def rate_factor(tx: gx.Chain) -> float:
       :math:`1 / (1 - m)` times as long;
     - ``sign(majority_vote=True)``: it hands on 1 and -1, whatever the gradient;
     - ``random_k(unbiased=True)``: the variance that it adds is :math:`n / k - 1` times the
-      gradient's square.
+      gradient's square;
+    - `random_k` with error feedback: a value waits for :math:`n / k` steps in the mean, whatever
+      its magnitude, and then comes as the sum of them all.
 
     Example:
         >>> tx = chain_from("chain(topk(0.01), momentum_correction(0.75), allreduce())")
@@ -144,9 +146,14 @@ def rate_factor(tx: gx.Chain) -> float:
             factor *= 1 - given["m"]
         if given.get("majority_vote"):
             factor *= 0.025
-        if stage.name == "random_k" and given["unbiased"]:
+        if stage.name == "random_k":
             factor *= 0.25
     return factor
+
+
+def learning_rate(job: Job) -> float:
+    """The learning rate of a run, after the warm-up."""
+    return TASKS[job.task]().learning_rate * rate_factor(chain_from(job.chain)) * job.factor
 
 
 def train(job: Job, on_point: Callable[[], None] = lambda: None) -> Record:
@@ -161,7 +168,7 @@ def train(job: Job, on_point: Callable[[], None] = lambda: None) -> Record:
     """
     start = time.perf_counter()
     task, tx = TASKS[job.task](), chain_from(job.chain)
-    rate = task.learning_rate * rate_factor(tx) * job.factor
+    rate = learning_rate(job)
     torch.manual_seed(job.seed)
     model = task.network()
 

@@ -85,7 +85,8 @@ class TestCommand:
     def test_only_what_is_missing_is_run(self, runs, tmp_path, capsys):
         out = tmp_path / "runs.jsonl"
         options = ["--task", "text", "--chain", SIGNS, "--steps", "2", "--out", str(out)]
-        there = [record(), record(SIGNS, seed=2), record(seed=1, version="0.0.1")]
+        there = [record(), record(SIGNS, seed=2)]
+        there += [record(seed=1, version="0.0.1"), record(seed=2, learning_rate=0.3)]
         for found in there:
             results.append(out, found)
         assert main([*COMMAND, *options]) == 0
@@ -96,7 +97,7 @@ class TestCommand:
             (DENSE, 2),
         ]
         assert capsys.readouterr().err.count("\n") == 4
-        assert len(results.read(out)) == 7
+        assert len(results.read(out)) == 8
 
     @pytest.mark.parametrize("option", [("--steps", "3"), ("--ranks", "3"), ("--rate", "0.5")])
     def test_other_settings_are_other_runs(self, runs, tmp_path, option):
@@ -307,7 +308,8 @@ class TestTraining:
             ("sign(), ef()", 1),
             ("sign(majority_vote=True)", 0.025),
             ("random_k(0.1, unbiased=True)", 0.25),
-            ("random_k(0.1), ef()", 1),
+            ("random_k(0.1), ef()", 0.25),
+            ("topk(0.1), ef()", 1),
             ("topk(0.1), momentum_correction(0.5)", 0.5),
         ],
     )
