@@ -68,7 +68,7 @@ def test_large_leaf_costs_one_bit_a_value():
         tx.update(grads, state)
         return group.sent - before
 
-    assert run_ranks(2, rank) == [n // 8 + 40] * 2
+    assert run_ranks(2, rank) == [n // 8 + 48] * 2
 
 
 def test_many_ranks_travel_dense_and_give_the_same():

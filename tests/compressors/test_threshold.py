@@ -18,6 +18,7 @@ from gradtx.core.tree import layout_of
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.incoming import exchange
 from gradtx.exchange.outgoing import Outgoing
+from gradtx.exchange.two_shot import TwoShot
 from gradtx.testing import check_laws, run_ranks
 from gradtx.wire import Header, WireFormatError, indices_nbytes, message_nbytes
 from ranks import gloo_ranks
@@ -296,8 +297,10 @@ def test_rank_that_tells_what_cannot_be_is_refused(told, text):
     header = Header(0, 0, True, False, (False,))
     message = outgoing.message(header)
     assert message.numel() == 96
+    group = Liar(told)
+    shots = TwoShot(group, outgoing, outgoing.shards, header)
     with pytest.raises(WireFormatError, match=text):
-        exchange(Liar(told), outgoing, header, message, [])
+        exchange(group, outgoing, header, message, [], shots)
 
 
 @pytest.mark.parametrize(
