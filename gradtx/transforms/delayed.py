@@ -160,7 +160,12 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
     ) -> tuple[PyTree, DelayedState]:
         ops, told = backends.of(state.ready), context.progress
         moves: Any = True
-        result, inner_states = map_arrays(ops.zeros_like, state.queue[0]), state.inner_states
+        inner_states = state.inner_states
+        result = Result(
+            map_leaves(lambda x: ops.zeros_like(widen(x)), updates),
+            ops.flag(False),
+            ops.flags([False] * len(context.layout.leaves)),
+        )
         if context.windowed or not flush:
             extra |= {"context": context} | ({"flush": flush} if context.windowed else {})
             out, inner_states = run(parts, updates, state.inner_states, params, extra)

@@ -192,3 +192,11 @@ CHAINS = [
 @pytest.mark.parametrize("tx", CHAINS, ids=repr)
 def test_late_results_keep_the_laws(tx):
     check_laws(tx, ranks=(2, 3))
+
+
+def test_no_delay_within_another_combinator_is_none():
+    tx = gx.chain(gx.apply_if_finite(gx.delayed(gx.allreduce(), steps=0)))
+    grads = {"w": torch.tensor([1.0, 2.0])}
+    updates, state = tx.update(grads, tx.init(grads))
+    assert torch.equal(updates["w"], grads["w"])
+    assert state.ready
