@@ -128,10 +128,9 @@ class Pipeline:
     def _prepare(self, tx: Any, model: Any, scaler: Any) -> Any:
         """All of the construction that one rank does alone, and may fail in; the first state."""
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
-        self._with_masters = (
-            bool(self.tx.transformations[-1:])
-            and isinstance(self.tx.transformations[-1], BareEnclosing)
-            and self.tx.transformations[-1].stage == MASTER_WEIGHTS
+        self._with_masters = any(
+            isinstance(last, BareEnclosing) and last.stage == MASTER_WEIGHTS
+            for last in self.tx.transformations[-1:]
         )
         # What a torch optimizer is to step on is no business of the chain.
         self._run = Chain(self.tx.transformations[:-1]) if self._with_masters else self.tx

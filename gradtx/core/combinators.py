@@ -190,13 +190,16 @@ def run(
 def _concluded(part: Transformation, state: Any, decided: Any, taken: Array) -> Any:
     """The state of a part, once the gate to its right has decided, if it has."""
     after = part.conclude(state, taken)
-    if after is state or decided is True:
-        return after
-    ops = backends.of(decided)
-    known = ops.known(decided)
+    return after if after is state or decided is True else either(decided, after, state)
+
+
+def either(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
+    """One of two trees of one structure; no branch where the condition is not known."""
+    ops = backends.of(condition)
+    known = ops.known(condition)
     if known is not None:
-        return after if known else state
-    return map_arrays(lambda a, b: ops.where(decided, a, b), after, state)
+        return yes if known else no
+    return map_arrays(lambda a, b: ops.where(condition, a, b), yes, no)
 
 
 def settled(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradtx.backends.jax_ops import varying_axes
 from gradtx.core.payload import Payload
 from gradtx.core.transformation import Context
 from gradtx.core.tree import arrays_in
@@ -132,7 +133,7 @@ class MeshAxis:
 
     def varies(self, x: Array) -> bool:
         """Whether JAX knows an array to vary along the axis: it does only under ``check_vma``."""
-        return self.name in _varying(x)
+        return self.name in varying_axes(x)
 
     def check(self, leaves: Mapping[str, Array]) -> None:
         """Refuses gradients that JAX has summed already, where it keeps track of that.
@@ -158,7 +159,7 @@ class MeshAxis:
         """Whether a step is good along all axes of the mesh that some leaf varies over."""
         others = [axis for axis in self._axes if axis != self.name]
         if self._of_mesh and self.varies(self.rank):
-            varying = {axis for x in arrays_in(leaves) for axis in _varying(x)}
+            varying = {axis for x in arrays_in(leaves) for axis in varying_axes(x)}
             others = [axis for axis in others if axis in varying]
         if not others:
             return good
@@ -238,13 +239,6 @@ def exchange(
         raise AssertionError("an exchange has a message or a buffer")
     heard.tell(context, axis.size)
     return Exchanged(plan.shaped(leaves, results), plan.late(summed), returned, heard.good)
-
-
-def _varying(x: Array) -> Any:
-    """The axes that JAX knows an array to vary over."""
-    kind: Any = jax.typeof(x)
-    tracked: Any = getattr(kind, "mat", None)
-    return kind.vma if tracked is None else tracked.varying
 
 
 def _listed(axes: Sequence[str]) -> str:

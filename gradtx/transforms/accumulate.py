@@ -12,7 +12,15 @@ import numpy as np
 
 from gradtx import backends
 from gradtx.core.arguments import check_bool, check_whole
-from gradtx.core.combinators import BareEnclosing, Enclosing, Gate, absent_here, gate, within
+from gradtx.core.combinators import (
+    BareEnclosing,
+    Enclosing,
+    Gate,
+    absent_here,
+    gate,
+    within,
+    zero_residual,
+)
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
@@ -26,7 +34,6 @@ from gradtx.core.tree import (
     Array,
     Info,
     PyTree,
-    accumulation_dtype,
     arrays_in,
     flatten,
     leaves_like,
@@ -185,7 +192,7 @@ def _window(
         no = ops.flag(False)
         return AccumulateState(
             count=ops.counter(),
-            total=map_leaves(_zeros, params),
+            total=map_leaves(zero_residual, params),
             weight=ops.zeros((1,), "float32", like),
             bad=ops.zeros((1,), "bool", like),
             seen=ops.zeros((len(leaves),), "bool"),
@@ -210,7 +217,7 @@ def _window(
         ops = backends.of(state.count)
         if not flush:
             flag = finite_flag({"finite": finite}, ops)
-            state = _absorbed(updates, state, context, check_weight(weight), flag, on_bad)
+            state = _absorbed(updates, state, context, check_weight(weight), flag)
         unequal = not ops.TRACES or weight is not None or on_bad == "leave_out"
         shares = unequal and not context.alone
         if ops.TRACES:
@@ -290,11 +297,6 @@ def _weighing(parts: Sequence[Transformation]) -> tuple[Transformation, ...]:
     return tuple(parts)
 
 
-def _zeros(leaf: Array) -> Array:
-    ops = backends.of(leaf)
-    return ops.zeros(tuple(leaf.shape), accumulation_dtype(ops.dtype_name(leaf)), leaf)
-
-
 def check_weight(weight: Any) -> Any:
     """The weight of a micro-step as a Python float, or FP32 0-d; one for None.
 
@@ -327,7 +329,6 @@ def _absorbed(
     context: Context,
     weight: Any,
     finite: Array,
-    on_bad: str,
 ) -> AccumulateState:
     """The state with one more micro-step in it, if that is good."""
     leaves, _ = flatten(updates)

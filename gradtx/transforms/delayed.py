@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.arguments import check_whole
-from gradtx.core.combinators import BareDelaying, Delaying, run, within
+from gradtx.core.combinators import BareDelaying, Delaying, either, run, within, zero_residual
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import (
     Array,
     Info,
     PyTree,
-    accumulation_dtype,
     arrays_in,
     flatten,
     map_arrays,
@@ -145,7 +144,7 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
         leaves = flatten(params)[0]
         ops = backends.find(leaves)
         empty = Result(
-            map_leaves(_zeros, params), ops.flag(False), ops.flags([False] * len(leaves))
+            map_leaves(zero_residual, params), ops.flag(False), ops.flags([False] * len(leaves))
         )
         return DelayedState((empty,) * steps, ops.flag(False), inner_states)
 
@@ -160,18 +159,16 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
     ) -> tuple[PyTree, DelayedState]:
         ops, told = backends.of(state.ready), context.progress
         moves: Any = True
-        inner_states = state.inner_states
-        result = Result(
-            map_leaves(lambda x: ops.zeros_like(widen(x)), updates),
-            ops.flag(False),
-            ops.flags([False] * len(context.layout.leaves)),
-        )
+        inner_states, leaves = state.inner_states, len(context.layout.leaves)
         if context.windowed or not flush:
             extra |= {"context": context} | ({"flush": flush} if context.windowed else {})
             out, inner_states = run(parts, updates, state.inner_states, params, extra)
             moves, good = outcome_of(inner_states)
-            absent = told.absent or (False,) * len(context.layout.leaves)
+            absent = told.absent or (False,) * leaves
             result = Result(map_leaves(widen, out), good, ops.flags(absent))
+        else:
+            zeros = map_leaves(zero_residual, updates)
+            result = Result(zeros, ops.flag(False), ops.flags([False] * leaves))
         moves = ops.as_flag(moves)
         head, *rest = (*state.queue, result)
         ready = moves & head.good
@@ -179,8 +176,8 @@ def _delayed(stage: Stage, steps: int, parts: Sequence[Transformation]) -> Delay
         if not ops.TRACES:
             told.absent = tuple(head.absent.tolist()) if moves else context.absent
         zeros = map_arrays(ops.zeros_like, head.updates)
-        queue = _either(moves, tuple(rest), state.queue)
-        return _either(ready, head.updates, zeros), DelayedState(queue, ready, inner_states)
+        queue = either(moves, tuple(rest), state.queue)
+        return either(ready, head.updates, zeros), DelayedState(queue, ready, inner_states)
 
     def code(local: bool) -> str:
         codes = [part.code(local=local) for part in parts]
@@ -212,16 +209,3 @@ def outcome_of(states: Sequence[Any]) -> tuple[Any, Array]:
         if hasattr(state, "last_finite"):
             return True, state.last_finite
     return True, backends.find(arrays_in(states)).flag(True)
-
-
-def _either(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
-    ops = backends.of(condition)
-    known = ops.known(condition)
-    if known is not None:
-        return yes if known else no
-    return map_arrays(lambda a, b: ops.where(condition, a, b), yes, no)
-
-
-def _zeros(leaf: Array) -> Array:
-    ops = backends.of(leaf)
-    return ops.zeros(tuple(leaf.shape), accumulation_dtype(ops.dtype_name(leaf)), leaf)
