@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import optree
 import torch
 
 from gradtx.backends.digits import quotient_of, write_digits
+from gradtx.backends.registry import NAMESPACE
 from gradtx.backends.selection import largest_magnitudes
 from gradtx.wire.bits import pack_bits as pack_bits
 from gradtx.wire.bits import unpack_bits as unpack_bits
@@ -358,6 +360,11 @@ def each(fn: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
 def switch(index: torch.Tensor, branches: Sequence[Callable[[], T]]) -> T:
     """What the branch at a 0-d `index` gives."""
     return branches[int(index)]()
+
+
+def blank(fn: Callable[[], Any]) -> Any:
+    """Zeros of the structure, shapes and dtypes that `fn` gives."""
+    return optree.tree_map(torch.zeros_like, fn(), namespace=NAMESPACE)
 
 
 def nearest(value: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
