@@ -212,7 +212,7 @@ class Allreduce(Exchange):
             out, good = self._over_mesh(leaves, context, finite)
             return unflatten(treespec, out), AllreduceState(state.count + 1, good)
         group = self.group
-        outgoing = Outgoing(leaves, context, group.size, self._algorithm)
+        outgoing = Outgoing(leaves, context, group.size, self._algorithm, group.choices)
         header = _header(_key(context), int(state.count), len(leaves))
         header = replace(header, finite=finite is None or bool(finite), absent=outgoing.absent)
         if (share := context.share) is not None:

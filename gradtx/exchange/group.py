@@ -28,6 +28,7 @@ class Group:
         size: how many ranks there are.
         sent: bytes this rank has put on the link so far, all copies counted.
         agreements: what all ranks have agreed on, by chain and tree; see `gradtx.exchange`.
+        choices: which way each leaf went in the last step; see `gradtx.exchange.plan`.
     """
 
     rank: int = 0
@@ -36,6 +37,7 @@ class Group:
     def __init__(self) -> None:
         self.sent = 0
         self.agreements: dict[Any, Any] = {}
+        self.choices: dict[Any, Any] = {}
 
     def all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         """The messages of all ranks, in rank order.

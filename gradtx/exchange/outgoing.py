@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from gradtx.core.transformation import Context
 from gradtx.core.tree import Array
 from gradtx.exchange.flags import Flags, Slots
 from gradtx.exchange.message import Packing
-from gradtx.exchange.plan import Plan
+from gradtx.exchange.plan import Choice, Plan
 from gradtx.exchange.two_shot import Shards
 from gradtx.exchange.uneven import tell_nbytes
 from gradtx.wire import Header, encode_message, error_message, message_nbytes
@@ -83,6 +83,7 @@ class Outgoing(Plan):
         context: of the step.
         size: how many ranks there are.
         algorithm: one of `gradtx.exchange.plan.ALGORITHMS`.
+        choices: as for `Plan`.
 
     Attributes:
         shards: which rank owns what of the payloads that are shared out.
@@ -91,7 +92,14 @@ class Outgoing(Plan):
         packing: how this rank lays the payloads into segments.
     """
 
-    def __init__(self, leaves: Sequence[Any], context: Context, size: int, algorithm: str) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        context: Context,
+        size: int,
+        algorithm: str,
+        choices: MutableMapping[Any, tuple[Any, Choice]] | None = None,
+    ) -> None:
         known: dict[int, Any] = {}
 
         def used_of(payload: Payload) -> Any:
@@ -107,7 +115,7 @@ class Outgoing(Plan):
             told = tell_nbytes(sum(used_of(payload) is not None for payload in payloads))
             return message_nbytes(len(leaves), [total]) - total + told
 
-        super().__init__(leaves, context, size, algorithm, nbytes, overhead)
+        super().__init__(leaves, context, size, algorithm, nbytes, overhead, choices)
         self._windowed = context.windowed
         self.shards = Shards(self.shared, size)
         self._used = list(map(used_of, self.payloads))

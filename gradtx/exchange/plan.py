@@ -7,11 +7,15 @@ and hyperparameters, so all ranks come to the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
+import optree
+
 from gradtx import backends
+from gradtx.backends.registry import NAMESPACE
 from gradtx.core.cast import encode_narrow
 from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
 from gradtx.core.transformation import Context
@@ -21,6 +25,19 @@ from gradtx.wire import message_nbytes
 ALGORITHMS = ("auto", "gather", "two_shot")
 _ITEMSIZE = {"float32": 4, "float64": 8}
 _NARROW = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which payloads do not travel densely, by position.
+
+    Attributes:
+        shared: those that go to owners.
+        gathered: those that go to all ranks.
+    """
+
+    shared: frozenset[int]
+    gathered: frozenset[int]
 
 
 class Plan:
@@ -33,6 +50,7 @@ class Plan:
         algorithm: one of `ALGORITHMS`.
         nbytes: what some payloads take on the wire together, in bytes, without header.
         overhead: what gathering takes besides.
+        choices: those made in earlier steps, for leaves of what form; added to.
 
     Attributes:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
@@ -54,8 +72,10 @@ class Plan:
         algorithm: str,
         nbytes: Callable[[Sequence[Payload]], int],
         overhead: Callable[[Sequence[Payload]], int],
+        choices: MutableMapping[Any, tuple[Any, Choice]] | None = None,
     ) -> None:
         self.layout = context.layout
+        self._size, self._algorithm = size, algorithm
         order = context.layout.by_path
         self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
         self.found: dict[int, Payload] = {
@@ -69,15 +89,11 @@ class Plan:
         if size > 1 and algorithm != "gather" and not context.windowed:
             payloads |= self._narrow(leaves)
             payloads = {i: payloads[i] for i in order if i in payloads}
-        able = algorithm != "gather" and size > 1
-        self.shared = {i: p for i, p in payloads.items() if able and p.grain is not None and p.size}
-        dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
-        if algorithm == "auto":
-            header = message_nbytes(len(leaves), [])
-            self.shared = _worth_sharing(self.shared, dense_nbytes, size, nbytes, header)
-        payloads = {i: payload for i, payload in payloads.items() if i not in self.shared}
-        if algorithm == "auto":
-            payloads = _worth_it(payloads, dense_nbytes, size, nbytes, overhead)
+        choose = partial(self._chosen, payloads, nbytes, overhead)
+        key = (context.code, self.layout.fingerprint, size, algorithm, context.windowed)
+        choice = choose() if choices is None else _remembered(choices, key, _forms(leaves), choose)
+        self.shared = {i: p for i, p in payloads.items() if i in choice.shared}
+        payloads = {i: p for i, p in payloads.items() if i in choice.gathered}
         self.payloads = list(payloads.values())
         self.places = [_places(i, payload) for i, payload in payloads.items()]
         self.shared_places = [_places(i, payload) for i, payload in self.shared.items()]
@@ -92,6 +108,24 @@ class Plan:
         summands = {i: payload.summand() for i, payload in self.summed.items()}
         summed: dict[int, Any] = dense | summands
         self.parts: dict[int, Array] = {i: summed[i] for i in order if summed.get(i) is not None}
+
+    def _chosen(
+        self,
+        payloads: dict[int, Payload],
+        nbytes: Callable[[Sequence[Payload]], int],
+        overhead: Callable[[Sequence[Payload]], int],
+    ) -> Choice:
+        size, algorithm = self._size, self._algorithm
+        able = algorithm != "gather" and size > 1
+        shared = {i: p for i, p in payloads.items() if able and p.grain is not None and p.size}
+        dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
+        if algorithm == "auto":
+            header = message_nbytes(len(self.layout.leaves), [])
+            shared = _worth_sharing(shared, dense_nbytes, size, nbytes, header)
+        rest = {i: payload for i, payload in payloads.items() if i not in shared}
+        if algorithm == "auto":
+            rest = _worth_it(rest, dense_nbytes, size, nbytes, overhead)
+        return Choice(frozenset(shared), frozenset(rest))
 
     def _narrow(self, leaves: Sequence[Any]) -> dict[int, Payload]:
         """The 16-bit leaves that nothing has compressed, those of a dtype joined, in that dtype."""
@@ -157,6 +191,26 @@ class Plan:
             None if leaf is None else backends.of(results[i]).reshape(results[i], spec.shape or ())
             for i, (leaf, spec) in enumerate(zip(leaves, self.layout.leaves, strict=True))
         ]
+
+
+def _forms(leaves: Sequence[Any]) -> tuple[Any, Any]:
+    """What is the same in all steps whose leaves take the same way."""
+    given: Any = list(leaves)
+    arrays, treespec = optree.tree_flatten(given, namespace=NAMESPACE)
+    return treespec, [(x.shape, x.dtype) for x in arrays]
+
+
+def _remembered(
+    choices: MutableMapping[Any, tuple[Any, Choice]],
+    key: Any,
+    forms: Any,
+    choose: Callable[[], Choice],
+) -> Choice:
+    """The choice of the last step, unless the leaves have other forms in this one."""
+    known = choices.get(key)
+    if known is None or known[0] != forms:
+        known = choices[key] = forms, choose()
+    return known[1]
 
 
 def add_payload(
