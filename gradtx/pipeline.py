@@ -472,7 +472,8 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = update.to(parameter.dtype).clone()
             else:
-                parameter.grad.copy_(update)
+                if parameter.grad.data_ptr() != update.data_ptr():  # It may be there already.
+                    parameter.grad.copy_(update)
         return any(update is not None for update in updates)
 
     def _replicated(self) -> Tensors:

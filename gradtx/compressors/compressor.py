@@ -36,6 +36,10 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
         The transformation. A payload that arrives has its float child compressed.
     """
 
+    def encoded(leaf: Any) -> Payload:
+        check_form(stage, [leaf])
+        return encode_leaf(leaf, encode)
+
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
@@ -48,7 +52,7 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
             leaves[i] = payload
         return unflatten(treespec, leaves), state
 
-    return Transformation(stage, None, update)
+    return Transformation(stage, None, update, encode_leaf=encoded)
 
 
 class RandomState(NamedTuple):

@@ -42,6 +42,16 @@ class Sparse(Payload):
         ops = backends.of(total)
         return ops.scatter_add(total, ops.cast(values, ops.dtype_name(total)), self.indices)
 
+    def entries(self) -> tuple[Array, Array] | None:
+        """The values and their positions."""
+        return dense(self.values), self.indices
+
+    def subtracted_from(self, flat: Array) -> Array:
+        """What is left, with the values taken off at their positions, and nowhere else."""
+        values = dense(self.values)
+        ops = backends.of(flat)
+        return ops.scatter_add(flat, -ops.cast(values, ops.dtype_name(flat)), self.indices)
+
     def with_values(self, values: Any) -> Payload:
         """Other values at the same positions; a sparse choice of them is merged into one."""
         if isinstance(values, Sparse):

@@ -276,7 +276,9 @@ class Chain(Transformation):
         scheduled: Mapping[Schedule, float],
     ) -> tuple[PyTree, ChainState]:
         exchange = self.exchange
-        context = replace(self.context(state), scheduled=scheduled)
+        extra = dict(extra)
+        pool = extra.pop("pool", None)
+        context = replace(self.context(state), scheduled=scheduled, pool=pool)
         layout = context.layout
         if exchange is not None:
             rank, size = exchange.ranks(arrays_in(updates) or arrays_in(state))
@@ -284,6 +286,8 @@ class Chain(Transformation):
         with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
+            if pool is not None:
+                context = replace(context, over=leaves)
             if exchange is not None and exchange.one_program:
                 paths = (spec.path for spec in layout.leaves)
                 given = zip(paths, leaves, strict=True)

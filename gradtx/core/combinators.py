@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import decode_leaves
+from gradtx.core.payload import Joined, Member, Payload, decode_leaves
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
@@ -287,6 +287,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             error_feedback,
             "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
         )
+    leafwise = all(part.encode_leaf is not None for part in parts)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
         residual = map_leaves(zero_residual, params)
@@ -297,27 +298,35 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
     ) -> tuple[PyTree, ErrorFeedbackState]:
         leaves, treespec = flatten(updates)
         residuals = leaves_like(state.residual, updates)
-        absent = absent_here(leaves, extra.get("context"))
-        carried = [weighed(x, extra.get("context")) for x in residuals]
-        corrected = [
-            leaf if skip else widen(leaf) + residual
-            for leaf, residual, skip in zip(leaves, carried, absent, strict=True)
-        ]
-        payloads, inner_states = run(
-            parts,
-            unflatten(treespec, corrected),
-            state.inner_states,
-            params,
-            extra,
+        context: Context | None = extra.get("context")
+        absent = absent_here(leaves, context)
+        inner_states = state.inner_states
+
+        def corrected(i: int) -> Any:
+            if absent[i]:
+                return leaves[i]
+            return added(widen(leaves[i]), weighed(residuals[i], context), context)
+
+        if leafwise and not backends.find(leaves).TRACES:
+            # From end to end while it is in the cache.
+            sent, left = [], []
+            for i, skip in enumerate(absent):
+                leaf = corrected(i)
+                sent.append(leaf if leaf is None else _encoded(parts, leaf))
+                left.append(None if skip else _remainder(leaf, sent[i]))
+        else:
+            carried = [corrected(i) for i in range(len(leaves))]
+            payloads, inner_states = run(
+                parts, unflatten(treespec, carried), inner_states, params, extra
+            )
+            sent = flatten(payloads)[0]
+            there = [None if skip else x for x, skip in zip(carried, absent, strict=True)]
+            left = remainders(there, sent)
+        payloads = unflatten(treespec, sent)
+        residual = arranged_like(
+            unflatten(treespec, kept_residuals(residuals, left, leaves, sent, absent, context)),
+            state.residual,
         )
-        sent = decode_leaves(flatten(payloads)[0])
-        new = [
-            kept_residual(residual, leaf, part, extra.get("context"))
-            if skip
-            else left_out(leaf, part)
-            for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
-        ]
-        residual = arranged_like(unflatten(treespec, new), state.residual)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
     def settle(
@@ -399,11 +408,77 @@ def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
     return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
 
 
-def kept_residual(residual: Array, leaf: Array, sent: Array, context: Context | None) -> Array:
-    """The residual of a leaf that is not there: an exchange leaves out what it sends for it."""
-    if leaf is None or context is None or not context.alone:
-        return residual
-    return residual + left_out(leaf, sent)
+def added(leaf: Array, residual: Array, context: Context | None) -> Array:
+    """Their sum, in a buffer of its own that later stages may write to."""
+    pool = None if context is None else context.pool
+    return leaf + residual if pool is None else pool.sum(leaf, residual)
+
+
+def remainders(corrected: Sequence[Any], sent: Sequence[Any]) -> list[Any]:
+    """What compression has left out of each leaf.
+
+    Args:
+        corrected: what was compressed; it may be written to. None where there is nothing.
+        sent: what came of it: payloads or arrays.
+    """
+    out: list[Any] = [None] * len(corrected)
+    alone = [
+        i
+        for i, (leaf, part) in enumerate(zip(corrected, sent, strict=True))
+        if leaf is not None and isinstance(part, Payload) and not isinstance(part, (Joined, Member))
+    ]
+    first = [corrected[i] for i in alone]
+    ops = backends.find(first)
+    found = ops.each(_remainder, first, [sent[i] for i in alone])
+    for i, values in zip(alone, found, strict=True):
+        out[i] = values
+    done = set(alone)
+    others = decode_leaves([None if i in done else part for i, part in enumerate(sent)])
+    for i, (leaf, part) in enumerate(zip(corrected, others, strict=True)):
+        if leaf is not None and part is not None:
+            out[i] = left_out(leaf, part)
+    return out
+
+
+def _encoded(parts: Sequence[Transformation], leaf: Any) -> Payload:
+    """What compressors that treat each leaf alone make of one."""
+    for part in parts:
+        leaf = part.encode_leaf(leaf)
+    payload: Payload = leaf
+    return payload
+
+
+def _remainder(corrected: Array, sent: Payload) -> Array:
+    ops = backends.of(corrected)
+    flat = sent.subtracted_from(ops.ravel(corrected))
+    return ops.reshape(flat, tuple(corrected.shape))
+
+
+def kept_residuals(
+    residuals: Sequence[Any],
+    left: Sequence[Any],
+    leaves: Sequence[Any],
+    sent: Sequence[Any],
+    absent: Sequence[bool],
+    context: Context | None,
+) -> list[Any]:
+    """The new residuals; an exchange leaves out what is sent for leaves that are not there.
+
+    Args:
+        residuals: those before the step.
+        left: what compression has left out of the leaves that are there.
+        leaves: as they arrived.
+        sent: what came of them.
+        absent: for each leaf, whether it is not there.
+        context: of the step.
+    """
+    kept = [old if skip else new for old, new, skip in zip(residuals, left, absent, strict=True)]
+    if context is not None and context.alone and any(absent):
+        decoded = decode_leaves(list(sent))
+        for i, (leaf, skip) in enumerate(zip(leaves, absent, strict=True)):
+            if skip and leaf is not None:
+                kept[i] = residuals[i] + left_out(leaf, decoded[i])
+    return kept
 
 
 def left_out(corrected: Array, sent: Array) -> Array:

@@ -76,6 +76,18 @@ class Payload:
         ops = backends.of(total)
         return total + ops.cast(self.decode(), ops.dtype_name(total))
 
+    def entries(self) -> tuple[Any, Any] | None:
+        """The values that are not zero, flat, and their distinct positions; None if all may be.
+
+        Positions are 64-bit whole numbers, and increase, if leaves are joined.
+        """
+        return None
+
+    def subtracted_from(self, flat: Any) -> Any:
+        """`flat`, which may be written to, less the decoded values."""
+        ops = backends.of(flat)
+        return flat - ops.cast(self.decode(), ops.dtype_name(flat))
+
     def summand(self) -> Any:
         """What the ranks sum in the next round, flat; None once there is no further round."""
         return None
@@ -200,12 +212,21 @@ class Joined(Payload):
         """All leaves, flat, one after the other."""
         return self.payload.decode()
 
+    def entries(self) -> tuple[Any, Any] | None:
+        """Those of what is joined."""
+        return self.payload.entries()
+
 
 class Parts:
     """Which leaves a `Joined` holds: position in the tree and shape of each; a static node."""
 
     def __init__(self, leaves: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
         self.leaves = leaves
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many values each of them has."""
+        return [math.prod(shape) for _, shape in self.leaves]
 
     def split(self, flat: Any) -> dict[int, Any]:
         """The dense leaves by position."""

@@ -104,6 +104,9 @@ class Context:
         scheduled: the values of hyperparameters whose step is not known yet.
         windowed: whether ranks may bring unequal shares to the exchange.
         share: what this rank brings, where that is so and the exchange is to come.
+        over: the gradients, where results may be written over them; empty where not.
+        pool: where the buffers of residuals come from, if the state has an owner that looks after
+            them; None for new ones.
         progress: how far the step has come.
     """
 
@@ -116,6 +119,8 @@ class Context:
     scheduled: Mapping[Any, float] = field(default_factory=dict, compare=False)
     windowed: bool = False
     share: Share | None = field(default=None, compare=False)
+    over: Sequence[Any] = field(default=(), compare=False)
+    pool: Any = field(default=None, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
@@ -179,6 +184,8 @@ class Transformation:
         conclude: ``conclude(state, taken) -> state``, called once the gate to the right has
             decided, with the 0-d bool of all ranks that says whether the step is taken.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
+        encode_leaf: ``encode_leaf(leaf) -> payload``: of a compressor that keeps no state and
+            treats each leaf alone, all that `update` does.
     """
 
     _needs_chain = False
@@ -194,8 +201,10 @@ class Transformation:
         settle: SettleFn | None = None,
         conclude: ConcludeFn | None = None,
         code: Callable[[bool], str] | None = None,
+        encode_leaf: Callable[[Any], Payload] | None = None,
     ) -> None:
         self.stage = stage
+        self.encode_leaf: Any = encode_leaf
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
         self.settle: SettleFn = settle or (lambda before, state, settlement: state)

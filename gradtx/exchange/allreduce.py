@@ -21,7 +21,8 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange
 from gradtx.exchange.outgoing import Outgoing, Sizes
-from gradtx.exchange.plan import ALGORITHMS, further_rounds, results_of
+from gradtx.exchange.plan import ALGORITHMS, divisor_of, further_rounds, results_of
+from gradtx.exchange.sparse_sums import SparseSums
 from gradtx.exchange.two_shot import TwoShot
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header
@@ -224,7 +225,8 @@ class Allreduce(Exchange):
 
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
-        totals, flags = exchange(group, outgoing, header, message, buffers, shots)
+        sparse = SparseSums(outgoing, context)
+        totals, flags = exchange(group, outgoing, header, message, buffers, shots, sparse)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         summed = further_rounds(group.all_reduce, group.size, outgoing, totals)
@@ -235,16 +237,17 @@ class Allreduce(Exchange):
             finite_everywhere &= not (flags.left_out and flags.weight == 0)
         factor = context.progress.factor
         results = results_of(outgoing, totals, summed, group.size, self._op, factor)
+        results |= sparse.results(divisor_of(group.size, self._op), factor)
         if shots.messages:
             sent_on, context.progress.returned = shots.send_on(self._op, factor or 1.0)
             results |= outgoing.parted(sent_on)
-        tree = unflatten(treespec, outgoing.shaped(leaves, results))
+        shaped = outgoing.shaped(leaves, results)
         context.progress.finite = finite_everywhere
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:
             # Read at once, as the flags were: so the counters stay where they are.
-            good = torch.tensor(bool(judge(tree, context)))
-        return tree, AllreduceState(state.count + 1, good)
+            good = torch.tensor(bool(judge(sparse.judged(shaped), context)))
+        return unflatten(treespec, shaped), AllreduceState(state.count + 1, good)
 
     def _over_mesh(
         self, leaves: list[Any], context: Context, finite: Array | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,9 +14,13 @@ from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
+from gradtx.exchange.sparse_sums import SparseSums
 from gradtx.exchange.two_shot import TwoShot, check_steps
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header, decode_message, message_nbytes
+
+
+_AT_ONCE = 8  # messages that are decoded before they are added up
 
 
 def exchange(
@@ -25,6 +30,7 @@ def exchange(
     message: torch.Tensor | None,
     buffers: Sequence[torch.Tensor],
     shots: TwoShot,
+    sparse: SparseSums,
 ) -> tuple[dict[int, torch.Tensor], Flags]:
     """Sends what goes out, and adds up what comes in.
 
@@ -35,10 +41,11 @@ def exchange(
         message: the gathered message, or None.
         buffers: the dense buffers.
         shots: the two-shot exchange of this step; its first shot is made here.
+        sparse: where sparse payloads are added up.
 
     Returns:
-        The sums over ranks, flat, by position of the leaf, without those that have owners; and the
-        flags of all ranks. In the place of a payload that is summed stands the sum of its first
+        The sums over ranks, flat, by position of the leaf, without those that have owners or are
+        sparse; and the flags of all ranks. In the place of a payload that is summed stands the sum of its first
         summand.
 
     Raises:
@@ -48,7 +55,7 @@ def exchange(
     totals: dict[int, torch.Tensor] = {}
     flags = None
     if message is not None:
-        totals, flags = _gather(group, outgoing, header, message)
+        totals, flags = _gather(group, outgoing, header, message, sparse)
     if shots.messages:
         told = shots.add_up()
         _stop_if_failed(group, told)
@@ -69,7 +76,7 @@ def exchange(
 
 
 def _gather(
-    group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor
+    group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor, sparse: SparseSums
 ) -> tuple[dict[int, torch.Tensor], Flags]:
     leaves = outgoing.sizes.leaves
 
@@ -86,11 +93,20 @@ def _gather(
     _stop_if_failed(group, flags)
     check_steps(header, headers, group.rank)
     totals: dict[int, torch.Tensor] = {}
-    for other, packing, segments in received:
-        payloads = packing.decode(segments)
-        for places, payload in zip(outgoing.places, payloads, strict=True):
-            absent = partial(outgoing.is_absent, header=other)
-            add_payload(totals, payload, outgoing, places[0], absent)
+
+    for first in range(0, len(received), _AT_ONCE):
+        others = received[first : first + _AT_ONCE]
+
+        def is_absent(number: int, position: int, headers: Any = headers[first:]) -> bool:
+            return outgoing.is_absent(position, headers[number])
+
+        found = zip(*(packing.decode(segments) for _, packing, segments in others), strict=True)
+        # Leaf by leaf, so that what is added to stays in the cache.
+        for [place, *_], payloads in zip(outgoing.places, found, strict=True):
+            if sparse.add(payloads, place, is_absent):
+                continue
+            for number, payload in enumerate(payloads):
+                add_payload(totals, payload, outgoing, place, partial(is_absent, number))
     return totals, flags
 
 
