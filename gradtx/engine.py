@@ -77,7 +77,7 @@ class Direct:
         sent, before = self._group.sent, int(self.state.total_notfinite)
         with torch.no_grad():
             updates, self.state = update()
-        self._pool.reclaim(arrays_in(self.state))
+        self._pool.reclaim(lambda: arrays_in(self.state))
         window = window_state(self.state.states)
         decided = window is None or bool(window.closed)
         return Outcome(

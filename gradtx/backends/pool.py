@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+
+_LEAST = 1 << 16  # values; below that a new array costs little
 
 
 class Pool:
@@ -16,28 +19,33 @@ class Pool:
 
     def __init__(self) -> None:
         self._given: list[torch.Tensor] = []
-        self._free: list[torch.Tensor] = []
+        self._free: dict[Any, list[torch.Tensor]] = {}
 
     def sum(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """``x + y`` of one shape and dtype, in a buffer of its own, in C order."""
-        like = (x.shape, x.dtype, x.device)
-        for i, buffer in enumerate(self._free):
-            if (buffer.shape, buffer.dtype, buffer.device) == like:
-                break
-        else:
-            i = len(self._free)
-            self._free.append(x.new_empty(x.shape))
-        out = self._free.pop(i)
+        """``x + y``, of one shape and dtype, in a buffer of its own, in C order."""
+        if x.numel() < _LEAST:
+            return (x + y).contiguous()
+        free = self._free.get(_kind(x))
+        out = free.pop() if free else x.new_empty(x.shape)
         self._given.append(out)
         return torch.add(x, y, out=out)
 
-    def reclaim(self, held: Iterable[torch.Tensor]) -> None:
+    def reclaim(self, held: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Takes back all that it has given out but what is held.
 
         Args:
-            held: all tensors that are to keep their values.
+            held: gives all tensors that are to keep their values.
         """
-        places = {tensor.untyped_storage().data_ptr() for tensor in held}
-        given = self._given
-        self._given = [x for x in given if x.untyped_storage().data_ptr() in places]
-        self._free += [x for x in given if x.untyped_storage().data_ptr() not in places]
+        if not self._given:
+            return
+        places = {tensor.untyped_storage().data_ptr() for tensor in held()}
+        given, self._given = self._given, []
+        for buffer in given:
+            if buffer.untyped_storage().data_ptr() in places:
+                self._given.append(buffer)
+            else:
+                self._free.setdefault(_kind(buffer), []).append(buffer)
+
+
+def _kind(x: torch.Tensor) -> Any:
+    return x.shape, x.dtype, x.device

@@ -448,7 +448,7 @@ def _encoded(parts: Sequence[Transformation], leaf: Any) -> Payload:
     return payload
 
 
-def _remainder(corrected: Array, sent: Payload) -> Array:
+def _remainder(corrected: Array, sent: Any) -> Array:
     ops = backends.of(corrected)
     flat = sent.subtracted_from(ops.ravel(corrected))
     return ops.reshape(flat, tuple(corrected.shape))

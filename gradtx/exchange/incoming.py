@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from gradtx.core.errors import RankMismatchError
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
+from gradtx.exchange.message import Packing
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
 from gradtx.exchange.sparse_sums import SparseSums
@@ -45,8 +45,8 @@ def exchange(
 
     Returns:
         The sums over ranks, flat, by position of the leaf, without those that have owners or are
-        sparse; and the flags of all ranks. In the place of a payload that is summed stands the sum of its first
-        summand.
+        sparse; and the flags of all ranks. In the place of a payload that is summed stands the sum
+        of its first summand.
 
     Raises:
         RankMismatchError: on every rank, if one has failed.
@@ -93,21 +93,27 @@ def _gather(
     _stop_if_failed(group, flags)
     check_steps(header, headers, group.rank)
     totals: dict[int, torch.Tensor] = {}
-
     for first in range(0, len(received), _AT_ONCE):
-        others = received[first : first + _AT_ONCE]
+        _add_up(received[first : first + _AT_ONCE], outgoing, totals, sparse)
+    return totals, flags
 
-        def is_absent(number: int, position: int, headers: Any = headers[first:]) -> bool:
-            return outgoing.is_absent(position, headers[number])
 
-        found = zip(*(packing.decode(segments) for _, packing, segments in others), strict=True)
-        # Leaf by leaf, so that what is added to stays in the cache.
-        for [place, *_], payloads in zip(outgoing.places, found, strict=True):
-            if sparse.add(payloads, place, is_absent):
-                continue
+def _add_up(
+    received: Sequence[tuple[Header, Packing, list[torch.Tensor]]],
+    outgoing: Outgoing,
+    totals: dict[int, torch.Tensor],
+    sparse: SparseSums,
+) -> None:
+    """Adds the messages of some ranks to the sums, leaf by leaf: what is added to stays cached."""
+
+    def is_absent(number: int, position: int) -> bool:
+        return outgoing.is_absent(position, received[number][0])
+
+    found = zip(*(packing.decode(segments) for _, packing, segments in received), strict=True)
+    for [place, *_], payloads in zip(outgoing.places, found, strict=True):
+        if not sparse.add(payloads, place, is_absent):
             for number, payload in enumerate(payloads):
                 add_payload(totals, payload, outgoing, place, partial(is_absent, number))
-    return totals, flags
 
 
 def _stop_if_failed(group: Group, flags: Flags) -> None:

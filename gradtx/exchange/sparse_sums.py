@@ -60,7 +60,8 @@ class SparseSums:
         spec, dtype = self._plan.layout.leaves[position], getattr(torch, self._plan.dtype(position))
         given = self._over[position] if self._over else None
         if given is not None and given.dtype == dtype and given.is_contiguous():
-            return given.detach().zero_().view(-1)
+            total: torch.Tensor = given.detach().zero_().view(-1)
+            return total
         return like.new_zeros(spec.size, dtype=dtype)
 
     def results(self, divisor: int, factor: Any = None) -> dict[int, torch.Tensor]:

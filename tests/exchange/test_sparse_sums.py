@@ -49,7 +49,10 @@ def test_sums_are_those_of_what_ranks_decode(size, seed, ratio, op, scope, toget
     generator = torch.Generator().manual_seed(seed)
 
     def tree():
-        grads = {"a": torch.randn(6, 9, generator=generator), "b": torch.randn(40, generator=generator)}
+        grads = {
+            "a": torch.randn(6, 9, generator=generator),
+            "b": torch.randn(40, generator=generator),
+        }
         if together:  # All ranks choose the same places.
             grads["a"][:2] += 100
         return grads
@@ -81,9 +84,7 @@ def test_pipeline_writes_them_over_the_gradients(size, scope):
     ]
     chain = gx.chain(gx.topk(0.1, scope=scope), gx.ef(), gx.allreduce(algorithm="gather"))
     expected = outcomes(chain, gradients)
-    for (found, there), updates in zip(
-        pipeline_outcomes(chain, gradients), expected, strict=True
-    ):
+    for (found, there), updates in zip(pipeline_outcomes(chain, gradients), expected, strict=True):
         assert there
         assert all(torch.equal(found[k], updates[k]) for k in updates)
 
