@@ -19,7 +19,6 @@ from gradtx.exchange.two_shot import TwoShot, check_steps
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header, decode_message, message_nbytes
 
-
 _AT_ONCE = 8  # messages that are decoded before they are added up
 
 
