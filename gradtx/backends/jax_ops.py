@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import jax
@@ -101,6 +103,28 @@ def where(condition: Array, a: Array, b: Array) -> Array:
 def take(x: Array, indices: Array) -> Array:
     """The entries of `x` at `indices`, along the last axis."""
     return jnp.take_along_axis(x, indices, -1, mode="promise_in_bounds")
+
+
+def positions(starts: Sequence[int], length: int, like: Array) -> Array:
+    """int32 ``[len(starts), length]``: whole numbers that rise by one from each start."""
+    return jnp.asarray(starts, jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
+
+
+def ascending(x: Array) -> Array:
+    """`x`, sorted."""
+    return jnp.sort(x)
+
+
+def split(x: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """The flat `x` in arrays of some shapes, one after the other."""
+    ends = list(accumulate(math.prod(shape) for shape in shapes))
+    parts = jnp.split(x, ends[:-1])
+    return [jnp.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def divided(leaves: Sequence[Array], divisor: float) -> list[Array]:
+    """``x / divisor`` for each."""
+    return [x / divisor for x in leaves]
 
 
 def scatter(values: Array, indices: Array, size: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from gradtx.wire.bits import unpack_bits as unpack_bits
 
 T = TypeVar("T")
 
+_SMALL = 4096  # values; a call costs more than what it does to them
+
 TRACES = False
 """Values are there to be read."""
 
@@ -28,9 +31,12 @@ _DTYPES = {
 }
 
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
 def dtype_name(x: torch.Tensor) -> str:
     """The dtype's name without its module, such as ``"float32"``."""
-    return str(x.dtype).removeprefix("torch.")
+    return _NAMES.get(x.dtype) or str(x.dtype).removeprefix("torch.")
 
 
 def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -111,8 +117,16 @@ def as_flag(value: bool | torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A 0-d bool: no leaf has an infinity or a NaN. One reading pass, no temporary."""
-    extremes = [torch.stack(torch.aminmax(x)) for x in leaves if x.numel()]
+    """A 0-d bool: no leaf has an infinity or a NaN. One reading pass; small leaves are copied."""
+    small: dict[Any, list[torch.Tensor]] = {}
+    large = []
+    for x in leaves:
+        if x.numel() > _SMALL:
+            large.append(x)
+        else:
+            small.setdefault((x.dtype, x.device), []).append(x.reshape(-1))
+    joined = [torch.cat(parts) for parts in small.values()]
+    extremes = [torch.stack(torch.aminmax(x)) for x in [*joined, *large] if x.numel()]
     if not extremes:
         return torch.tensor(True)
     if len({(x.dtype, x.device) for x in extremes}) > 1:
@@ -136,6 +150,29 @@ def where(
 def take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The entries of `x` at `indices`, along the last axis."""
     return x.gather(-1, indices)
+
+
+def positions(starts: Sequence[int], length: int, like: torch.Tensor) -> torch.Tensor:
+    """int64 ``[len(starts), length]``: whole numbers that rise by one from each start."""
+    steps = torch.arange(length, device=like.device)
+    return torch.tensor(starts, device=like.device)[:, None] + steps
+
+
+def ascending(x: torch.Tensor) -> torch.Tensor:
+    """`x`, sorted."""
+    return x.sort().values
+
+
+def split(x: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The flat `x` in arrays of some shapes, one after the other; views of it."""
+    parts = x.split([math.prod(shape) for shape in shapes])
+    pairs = zip(parts, shapes, strict=True)
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in pairs]
+
+
+def divided(leaves: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
+    """``x / divisor`` for each."""
+    return list(torch._foreach_div(list(leaves), divisor))
 
 
 def scatter(values: torch.Tensor, indices: torch.Tensor, size: int) -> torch.Tensor:
@@ -255,7 +292,9 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     n = x.shape[-1]
     if k in (0, n):
         return torch.arange(k, device=x.device).expand(*x.shape[:-1], k).contiguous()
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or (x.dim() > 1 and n <= _SMALL):
+        if k == 1:
+            return x.abs().argmax(-1, keepdim=True)
         order = x.abs().sort(stable=True, dim=-1, descending=True).indices
         return order[..., :k].sort(-1).values
     rows = x.detach().contiguous().reshape(-1, n).numpy()

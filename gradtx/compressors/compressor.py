@@ -24,13 +24,17 @@ from gradtx.core.tree import (
 Encode = Callable[[Array, tuple[int, ...]], Payload]
 
 
-def compressor(stage: Stage, encode: Encode) -> Transformation:
+def compressor(
+    stage: Stage, encode: Encode, *, encode_joined: Callable[..., Payload] | None = None
+) -> Transformation:
     """A stateless compressor, leaf by leaf.
 
     Args:
         stage: its declaration.
         encode: ``encode(flat, shape) -> Payload``: `flat` are the values of one leaf in FP32 (FP64
             for FP64 leaves), `shape` is the shape of the leaf.
+        encode_joined: ``encode_joined(flat, sizes) -> Payload``: the same for leaves of some sizes
+            that stand one after the other, all at once, if that can be.
 
     Returns:
         The transformation. A payload that arrives has its float child compressed.
@@ -52,7 +56,7 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
             leaves[i] = payload
         return unflatten(treespec, leaves), state
 
-    return Transformation(stage, None, update, encode_leaf=encoded)
+    return Transformation(stage, None, update, encode_leaf=encoded, encode_joined=encode_joined)
 
 
 class RandomState(NamedTuple):

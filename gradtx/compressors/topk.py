@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from gradtx import backends
@@ -143,8 +145,14 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
             chosen = encode_cast(chosen, tuple(chosen.shape), values)
         return Sparse(chosen, indices, shape, ops.dtype_name(flat))
 
+    def encode_joined(flat: Array, sizes: Sequence[int]) -> Payload:
+        indices = _chosen(flat, sizes, ratio)
+        ops = backends.of(flat)
+        return Sparse(ops.take(flat, indices), indices, tuple(flat.shape), ops.dtype_name(flat))
+
     if scope == "leaf":
-        return compressor(stage, encode)
+        joined = encode_joined if values == "float32" else None
+        return compressor(stage, encode, encode_joined=joined)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
@@ -161,6 +169,21 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
         return unflatten(treespec, out), state
 
     return Transformation(stage, None, update)
+
+
+def _chosen(flat: Array, sizes: Sequence[int], ratio: float) -> Array:
+    """The positions of what is sent of leaves that stand one after the other, ascending."""
+    ops = backends.of(flat)
+    starts: dict[int, list[int]] = {}
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        starts.setdefault(size, []).append(end - size)
+    found = []
+    for size, first in starts.items():
+        positions = ops.positions(first, size, flat)
+        rows = ops.reshape(ops.take(flat, ops.ravel(positions)), (len(first), size))
+        chosen = ops.top_k(rows, count(ratio, size))
+        found.append(ops.ravel(chosen + positions[:, :1]))
+    return ops.ascending(ops.concat(found)) if len(found) > 1 else found[0]
 
 
 def _joined(leaves: list[Any], order: list[int], encode: Encode) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import Joined, Member, Payload, decode_leaves
+from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
@@ -308,12 +308,14 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             return added(widen(leaves[i]), weighed(residuals[i], context), context)
 
         if leafwise and not backends.find(leaves).TRACES:
-            # From end to end while it is in the cache.
-            sent, left = [], []
+            there = [None if skip else x for x, skip in zip(residuals, absent, strict=True)]
+            sent, left = _joined(parts, leaves, there, context)
+            # The others each from end to end while it is in the cache.
             for i, skip in enumerate(absent):
-                leaf = corrected(i)
-                sent.append(leaf if leaf is None else _encoded(parts, leaf))
-                left.append(None if skip else _remainder(leaf, sent[i]))
+                if sent[i] is None and leaves[i] is not None:
+                    leaf = corrected(i)
+                    sent[i] = _encoded(parts, leaf)
+                    left[i] = None if skip else _remainder(leaf, sent[i])
         else:
             carried = [corrected(i) for i in range(len(leaves))]
             payloads, inner_states = run(
@@ -438,6 +440,52 @@ def remainders(corrected: Sequence[Any], sent: Sequence[Any]) -> list[Any]:
         if leaf is not None and part is not None:
             out[i] = left_out(leaf, part)
     return out
+
+
+_SMALL, _MANY = 4096, 16  # values of a leaf; leaves
+
+
+def _joined(
+    parts: Sequence[Transformation],
+    leaves: Sequence[Any],
+    residuals: Sequence[Any],
+    context: Context | None,
+) -> tuple[list[Any], list[Any]]:
+    """Compresses small leaves as one, if they are many: a call for each would cost more than that.
+
+    Args:
+        parts: the compressors.
+        leaves: as they arrived, zeros for those that are not there.
+        residuals: what to add to them; None for those that are not there.
+        context: of the step.
+
+    Returns:
+        What is sent and what is left out of these leaves; None for the others.
+    """
+    sent: list[Any] = [None] * len(leaves)
+    left: list[Any] = [None] * len(leaves)
+    if context is None or context.alone or len(parts) > 1 or parts[0].encode_joined is None:
+        return sent, left
+    specs = context.layout.leaves
+    places = [
+        i
+        for i in context.layout.by_path
+        if leaves[i] is not None and 0 < specs[i].size <= _SMALL and specs[i].dtype != "float64"
+    ]
+    if len(places) < _MANY:
+        return sent, left
+    ops = backends.of(leaves[places[0]])
+    kept = [ops.zeros_like(leaves[i]) if residuals[i] is None else residuals[i] for i in places]
+    corrected = ops.concat([ops.ravel(widen(leaves[i])) for i in places])
+    corrected = corrected + weighed(ops.concat(list(map(ops.ravel, kept))), context)
+    payload = parts[0].encode_joined(corrected, [specs[i].size for i in places])
+    shapes = [specs[i].shape or () for i in places]
+    found = ops.split(payload.subtracted_from(corrected), shapes)
+    for i, shape, values in zip(places, shapes, found, strict=True):
+        sent[i], left[i] = Member(shape, payload.dtype), values
+    members = Parts(tuple(zip(places, shapes, strict=True)))
+    sent[places[0]] = Joined(payload, members, payload.shape, payload.dtype)
+    return sent, left
 
 
 def _encoded(parts: Sequence[Transformation], leaf: Any) -> Payload:

@@ -186,6 +186,8 @@ class Transformation:
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
         encode_leaf: ``encode_leaf(leaf) -> payload``: of a compressor that keeps no state and
             treats each leaf alone, all that `update` does.
+        encode_joined: ``encode_joined(flat, sizes) -> payload``: the same for many leaves, one
+            after the other, as one payload.
     """
 
     _needs_chain = False
@@ -202,9 +204,11 @@ class Transformation:
         conclude: ConcludeFn | None = None,
         code: Callable[[bool], str] | None = None,
         encode_leaf: Callable[[Any], Payload] | None = None,
+        encode_joined: Callable[..., Payload] | None = None,
     ) -> None:
         self.stage = stage
         self.encode_leaf: Any = encode_leaf
+        self.encode_joined: Any = encode_joined
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
         self.settle: SettleFn = settle or (lambda before, state, settlement: state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -104,15 +103,12 @@ def _add_up(
     sparse: SparseSums,
 ) -> None:
     """Adds the messages of some ranks to the sums, leaf by leaf: what is added to stays cached."""
-
-    def is_absent(number: int, position: int) -> bool:
-        return outgoing.is_absent(position, received[number][0])
-
+    absent = [outgoing.absent_in(header) for header, _, _ in received]
     found = zip(*(packing.decode(segments) for _, packing, segments in received), strict=True)
     for [place, *_], payloads in zip(outgoing.places, found, strict=True):
-        if not sparse.add(payloads, place, is_absent):
-            for number, payload in enumerate(payloads):
-                add_payload(totals, payload, outgoing, place, partial(is_absent, number))
+        if not sparse.add(payloads, place, absent):
+            for payload, gone in zip(payloads, absent, strict=True):
+                add_payload(totals, payload, outgoing, place, gone.__contains__)
 
 
 def _stop_if_failed(group: Group, flags: Flags) -> None:

@@ -135,9 +135,12 @@ class Outgoing(Plan):
         ]
         return Packing(list(map(_at, self.payloads, places)))
 
-    def is_absent(self, position: int, header: Header) -> bool:
-        """Whether the rank that sent a header has no gradient for a leaf."""
-        return header.absent[self.layout.path_ranks[position]]
+    def absent_in(self, header: Header) -> frozenset[int]:
+        """The positions of the leaves for which the rank that sent a header has no gradient."""
+        if not any(header.absent):
+            return frozenset()
+        order = self.layout.by_path
+        return frozenset(i for i, gone in zip(order, header.absent, strict=True) if gone)
 
     @property
     def ways(self) -> tuple[Any, ...]:

@@ -188,7 +188,7 @@ class Plan:
     def shaped(self, leaves: Sequence[Any], results: Mapping[int, Array]) -> list[Any]:
         """The flat results in the shapes of the leaves; None where a leaf is."""
         return [
-            None if leaf is None else backends.of(results[i]).reshape(results[i], spec.shape or ())
+            None if leaf is None else _reshaped(results[i], spec.shape or ())
             for i, (leaf, spec) in enumerate(zip(leaves, self.layout.leaves, strict=True))
         ]
 
@@ -211,6 +211,10 @@ def _remembered(
     if known is None or known[0] != forms:
         known = choices[key] = forms, choose()
     return known[1]
+
+
+def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else backends.of(x).reshape(x, shape)
 
 
 def add_payload(
