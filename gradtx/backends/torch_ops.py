@@ -41,7 +41,8 @@ def dtype_name(x: torch.Tensor) -> str:
 
 def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """`x` in `dtype`; `x` itself if it has that dtype already."""
-    return x.to(_DTYPES[dtype])
+    kind = _DTYPES[dtype]
+    return x if x.dtype == kind else x.to(kind)
 
 
 def detach(x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ def detach(x: torch.Tensor) -> torch.Tensor:
 
 def ravel(x: torch.Tensor) -> torch.Tensor:
     """`x` as one contiguous axis, in C order."""
-    return x.reshape(-1)
+    return x if x.dim() == 1 and x.is_contiguous() else x.reshape(-1)
 
 
 def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -118,14 +119,8 @@ def as_flag(value: bool | torch.Tensor) -> torch.Tensor:
 
 def all_finite(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """A 0-d bool: no leaf has an infinity or a NaN. One reading pass; small leaves are copied."""
-    small: dict[Any, list[torch.Tensor]] = {}
-    large = []
-    for x in leaves:
-        if x.numel() > _SMALL:
-            large.append(x)
-        else:
-            small.setdefault((x.dtype, x.device), []).append(x.reshape(-1))
-    joined = [torch.cat(parts) for parts in small.values()]
+    joined = [torch.cat([ravel(leaves[i]) for i in places]) for places in _small(leaves)]
+    large = [x for x in leaves if x.numel() > _SMALL]
     extremes = [torch.stack(torch.aminmax(x)) for x in [*joined, *large] if x.numel()]
     if not extremes:
         return torch.tensor(True)
@@ -172,7 +167,21 @@ def split(x: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tens
 
 def divided(leaves: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
     """``x / divisor`` for each."""
-    return list(torch._foreach_div(list(leaves), divisor))
+    out: list[Any] = [x / divisor if x.numel() > _SMALL else None for x in leaves]
+    for places in _small(leaves):
+        joined = torch.cat([ravel(leaves[i]) for i in places]) / divisor
+        for i, part in zip(places, split(joined, [leaves[i].shape for i in places]), strict=True):
+            out[i] = part
+    return out
+
+
+def _small(leaves: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Where the small ones are: those of one dtype and device together."""
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if x.numel() <= _SMALL:
+            found.setdefault((x.dtype, x.device), []).append(i)
+    return list(found.values())
 
 
 def scatter(values: torch.Tensor, indices: torch.Tensor, size: int) -> torch.Tensor:

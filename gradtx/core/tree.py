@@ -41,7 +41,8 @@ def accumulation_dtype(dtype: str) -> str:
 def widen(leaf: Array) -> Array:
     """The leaf in its accumulation dtype."""
     ops = backends.of(leaf)
-    return ops.cast(leaf, accumulation_dtype(ops.dtype_name(leaf)))
+    dtype = ops.dtype_name(leaf)
+    return leaf if dtype == "float32" else ops.cast(leaf, accumulation_dtype(dtype))
 
 
 def _is_payload(node: Any) -> bool:
