@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.payload import Member, Payload, values_of
+from gradtx.core.phases import in_phase
 from gradtx.core.stage import Stage
 from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import (
@@ -36,6 +37,7 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
         The transformation. A payload that arrives has its float child compressed.
     """
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
@@ -85,6 +87,7 @@ def random_compressor(
     def init(params: PyTree, info: Info | None) -> RandomState:
         return RandomState(backends.find(flatten(params)[0]).counter())
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: RandomState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, RandomState]:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from gradtx.core.errors import RankMismatchError
+from gradtx.core.phases import in_phase
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
@@ -68,6 +69,7 @@ def exchange(
     return totals, flags
 
 
+@in_phase("apply")
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor
 ) -> tuple[dict[int, torch.Tensor], Flags]:
