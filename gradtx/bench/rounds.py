@@ -139,6 +139,7 @@ def measure(plan: Plan) -> Generator[str | Results, None, None]:
     """
     rank = dist.get_rank()
     gradients = Gradients(shapes_of(plan.model), rank)
+    dist.barrier()  # so that all copy at once, as they synchronise at once
     bandwidth = _least(memory_bandwidth(gradients.values))
     found = probed() if plan.probe else None
     bench = _Bench(gradients, plan.interface)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_SOURCE = {"jax": "gradtx[jax]", "optax": "gradtx[jax]", "torchopt": "torchopt"}
+_SOURCE = {"jax": "gradtx[jax]", "optax": "gradtx[jax]", "torchopt": "gradtx[bench]"}
 
 
 def require(package: str, user: str) -> Any:
