@@ -175,7 +175,7 @@ def told_by(place: Place, work: Work, *arguments: Any) -> Generator[Any, None, N
     if place.launched:
         yield from _on_this_rank(work, arguments, None, place.speaks)
         return
-    with unwound(), ExitStack() as stack:
+    with unwound(), _one_thread_each(), ExitStack() as stack:
         hosts = None
         if place.rate is not None:
             hosts = stack.enter_context(link.hosts(place.ranks))
@@ -184,6 +184,26 @@ def told_by(place: Place, work: Work, *arguments: Any) -> Generator[Any, None, N
         given = (place, hosts, store, work, arguments)
         with closing(messages_of(_rank_main, given, place.ranks, place.limit)) as messages:
             yield from messages
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes that are started now have one torch thread in each of their own threads.
+
+    `torch.set_num_threads` speaks of the thread that calls it alone, and hooks compute in gloo's.
+    """
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = before
+
+
+_THREADS = "OMP_NUM_THREADS"
 
 
 def _rank_main(

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,9 @@ def add_up(start: float):
     total = torch.full((250_000,), start + dist.get_rank())
     dist.all_reduce(total)
     yield float(total[0])
-    yield torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"]
+    with ThreadPoolExecutor(1) as pool:
+        threads = pool.submit(torch.get_num_threads).result()
+    yield torch.get_num_threads(), threads, os.environ["GLOO_SOCKET_IFNAME"]
     if os.environ["GLOO_SOCKET_IFNAME"] == link.INTERFACE:
         dist.barrier()
         yield bytes_sent(link.INTERFACE)
@@ -64,17 +67,19 @@ def wait_for_ever():
     time.sleep(1000)
 
 
-def test_ranks_talk_over_loopback():
+def test_ranks_talk_over_loopback(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     first, second = told_by(LOOPBACK, add_up, 10.0)
+    assert os.environ["OMP_NUM_THREADS"] == "2"
     assert first == 21.0
-    assert second == (1, "lo0" if sys.platform == "darwin" else "lo")
+    assert second == (1, 1, "lo0" if sys.platform == "darwin" else "lo")
 
 
 @pytest.mark.usefixtures("means")
 def test_ranks_are_hosts_with_counters_of_their_own():
     first, second, sent = told_by(Place(3, 1e9, limit=120), add_up, 10.0)
     assert first == 33.0
-    assert second == (1, "eth0")
+    assert second == (1, 1, "eth0")
     wanted = 2 * 2 * 1_000_000 // 3
     assert wanted < sent < 1.03 * wanted
 
