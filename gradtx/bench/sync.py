@@ -306,7 +306,7 @@ def report(plan: Plan, place: Place, args: argparse.Namespace) -> int:
     print_table(["phases", *rows[0].phases], [phase_cells(row) for row in rows])
     found = "" if results.link is None else " (measured)"
     print(
-        f"{described(plan.model)}; {place}; {plan.rounds} rounds; memory "
+        f"{described(plan.model)}; {place}; rounds: {plan.rounds}; memory "
         f"{results.memory_bandwidth / 1e9:.1f} GB/s, link {in_bits(8 * link)}{found}"
     )
     for name, reason in results.left_out.items():
