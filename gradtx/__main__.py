@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands.add_parser("explain", help="print the order rules, or explain a chain"))
     from gradtx import demo
-    from gradtx.bench import compressors, convergence
+    from gradtx.bench import collectives, compressors, convergence, sync
 
     demo.add_arguments(commands.add_parser("demo", help="train on two ranks, dense and compressed"))
     compressors.add_arguments(
@@ -36,13 +36,20 @@ def main(arguments: list[str] | None = None) -> int:
     convergence.add_arguments(
         benches.add_parser("convergence", help="train small networks with many chains")
     )
+    sync.add_arguments(
+        benches.add_parser("sync", help="time the synchronisation of a gradient, beside peers")
+    )
+    collectives.add_arguments(
+        benches.add_parser("link", help="measure latency and bandwidth between ranks")
+    )
     options = parser.parse_args(arguments)
     if options.command == "explain":
         return _explain(options.chain)
     if options.command == "compressors":
         return compressors.main(options)
     if options.command == "bench":
-        return {"convergence": convergence.main}[options.bench](options)
+        mains = {"convergence": convergence.main, "sync": sync.main, "link": collectives.main}
+        return mains[options.bench](options)
     return demo.main(options)
 
 

@@ -15,6 +15,7 @@ from gradtx.core.arguments import check_whole
 from gradtx.core.chain import Chain
 from gradtx.core.combinators import BareEnclosing
 from gradtx.core.errors import ChainOrderError, NeverFiniteError, RankMismatchError
+from gradtx.core.phases import in_phase
 from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, flat
@@ -463,6 +464,7 @@ class Pipeline:
                 parameter.grad = None
         return unflatten(self._treespec, grads)
 
+    @in_phase("apply")
     @torch.no_grad()
     def _write(self, updates: Sequence[torch.Tensor | None]) -> bool:
         for path, update in zip(self._paths, updates, strict=True):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.payload import Member, Payload, values_of
+from gradtx.core.phases import in_phase
 from gradtx.core.stage import Stage
 from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import (
@@ -40,10 +41,12 @@ def compressor(
         The transformation. A payload that arrives has its float child compressed.
     """
 
+    @in_phase("select")
     def encoded(leaf: Any) -> Payload:
         check_form(stage, [leaf])
         return encode_leaf(leaf, encode)
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
@@ -93,6 +96,7 @@ def random_compressor(
     def init(params: PyTree, info: Info | None) -> RandomState:
         return RandomState(backends.find(flatten(params)[0]).counter())
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: RandomState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, RandomState]:

@@ -10,6 +10,7 @@ from gradtx import backends
 from gradtx.compressors.compressor import check_form
 from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.payload import Payload, register_payload
+from gradtx.core.phases import in_phase
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Settlement, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten, flatten_with_paths, unflatten, widen
@@ -28,6 +29,7 @@ class LowRank(Payload):
     left: Array
     right: Array
 
+    @in_phase("decode")
     def decode(self) -> Array:
         """The product, flat."""
         return backends.of(self.left).ravel(self.left @ self.right.T)
@@ -52,6 +54,7 @@ class RowRound(Payload):
         """Zeros: nothing has been sent yet."""
         return _nothing_yet(self.matrix)
 
+    @in_phase("select")
     def summand(self) -> Array:
         """:math:`M Q`."""
         return backends.of(self.matrix).ravel(self.matrix @ self.guess)
@@ -61,6 +64,7 @@ class RowRound(Payload):
         return self.receive_all([self], [total], size)[0]
 
     @classmethod
+    @in_phase("select")
     def receive_all(
         cls, payloads: Sequence[Payload], totals: Sequence[Any], size: int
     ) -> list[Payload]:
@@ -95,6 +99,7 @@ class ColumnRound(Payload):
         """Zeros: nothing is agreed yet."""
         return _nothing_yet(self.matrix)
 
+    @in_phase("select")
     def summand(self) -> Array:
         r""":math:`M^\top \hat P`."""
         return backends.of(self.matrix).ravel(self.matrix.T @ self.left)
@@ -214,6 +219,7 @@ def powersgd(
             guesses[i] = guess
         return PowersgdState(count, unflatten(treespec, guesses))
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: PowersgdState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PowersgdState]:
@@ -240,6 +246,7 @@ def powersgd(
         out = [payloads.get(i, leaf) for i, leaf in enumerate(leaves)]
         return unflatten(treespec, out), state
 
+    @in_phase("select")
     def settle(
         before: PowersgdState, state: PowersgdState, settlement: Settlement
     ) -> PowersgdState:

@@ -11,6 +11,7 @@ from gradtx.compressors.compressor import Encode, compressor, encode_leaf
 from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.cast import encode_cast
 from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
+from gradtx.core.phases import in_phase
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
@@ -154,6 +155,7 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
         joined = encode_joined if values == "float32" else None
         return compressor(stage, encode, encode_joined=joined)
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.backends.registry import register_node
 from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
+from gradtx.core.phases import in_phase
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
@@ -293,6 +294,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         residual = map_leaves(zero_residual, params)
         return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
 
+    @in_phase("feedback")
     def update(
         updates: PyTree, state: ErrorFeedbackState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ErrorFeedbackState]:
@@ -331,6 +333,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         )
         return payloads, ErrorFeedbackState(residual, inner_states)
 
+    @in_phase("feedback")
     def settle(
         before: ErrorFeedbackState, state: ErrorFeedbackState, settlement: Settlement
     ) -> ErrorFeedbackState:

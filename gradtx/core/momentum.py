@@ -24,6 +24,7 @@ from gradtx.core.combinators import (
 )
 from gradtx.core.norms import clip_locally
 from gradtx.core.payload import decode_leaves
+from gradtx.core.phases import in_phase
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Settlement, Transformation
 from gradtx.core.tree import (
@@ -136,6 +137,7 @@ def momentum_correction(
             tuple(part.setup(params, info) for part in parts),
         )
 
+    @in_phase("feedback")
     def update(
         updates: PyTree, state: MomentumCorrectionState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, MomentumCorrectionState]:
@@ -172,6 +174,7 @@ def momentum_correction(
         residual = arranged_like(unflatten(treespec, residuals), state.residual)
         return payloads, MomentumCorrectionState(velocity, residual, inner_states)
 
+    @in_phase("feedback")
     def settle(
         before: MomentumCorrectionState, state: MomentumCorrectionState, settlement: Settlement
     ) -> MomentumCorrectionState:

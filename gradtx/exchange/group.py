@@ -19,6 +19,8 @@ import torch.distributed as dist
 # (pytorch/pytorch#190489). Imported before there is a group, they keep none.
 import torch.distributed.nn
 
+from gradtx.core.phases import in_phase
+
 
 class Group:
     """A group of ranks, as one of them sees it; alone, in this base class.
@@ -39,6 +41,7 @@ class Group:
         self.agreements: dict[Any, Any] = {}
         self.choices: dict[Any, Any] = {}
 
+    @in_phase("transport")
     def all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         """The messages of all ranks, in rank order.
 
@@ -48,6 +51,7 @@ class Group:
         self.sent += (self.size - 1) * message.numel()
         return self._all_gather(message)
 
+    @in_phase("transport")
     def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What all ranks have for this one, in rank order.
 
@@ -58,6 +62,7 @@ class Group:
         self.sent += sum(part.numel() for i, part in enumerate(parts) if i != self.rank)
         return self._all_to_all(parts)
 
+    @in_phase("transport")
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, the same bits on each.
 
@@ -67,6 +72,7 @@ class Group:
         self.sent += 2 * (self.size - 1) * buffer.numel() * buffer.element_size() // self.size
         return self._all_reduce(buffer) if self.size > 1 else buffer
 
+    @in_phase("transport")
     def broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         """Rank 0's buffer.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gradtx.core.errors import RankMismatchError
+from gradtx.core.phases import in_phase
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
@@ -73,6 +74,7 @@ def exchange(
     return totals, flags
 
 
+@in_phase("apply")
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor, sparse: SparseSums
 ) -> tuple[dict[int, torch.Tensor], Flags]:

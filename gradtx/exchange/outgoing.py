@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gradtx.core.payload import Payload
+from gradtx.core.phases import in_phase
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array
 from gradtx.exchange.flags import Flags, Slots
@@ -92,6 +93,7 @@ class Outgoing(Plan):
         packing: how this rank lays the payloads into segments.
     """
 
+    @in_phase("encode")
     def __init__(
         self,
         leaves: Sequence[Any],
@@ -176,6 +178,7 @@ class Outgoing(Plan):
             self._windowed,
         )
 
+    @in_phase("encode")
     def message(self, header: Header) -> torch.Tensor | None:
         """The gathered message, or None if nothing is gathered."""
         if not self.payloads:
@@ -183,6 +186,7 @@ class Outgoing(Plan):
         segments = self.packing.encode()
         return encode_message(header, segments, segments[0].device)
 
+    @in_phase("encode")
     def buffers(self, header: Header, size: int) -> list[torch.Tensor]:
         """The dense buffers: flat, one a dtype; the flags in the first, if need be."""
         slots = self.sizes.slots(size)

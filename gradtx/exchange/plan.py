@@ -18,6 +18,7 @@ from gradtx import backends
 from gradtx.backends.registry import NAMESPACE
 from gradtx.core.cast import encode_narrow
 from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
+from gradtx.core.phases import in_phase
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
 from gradtx.wire import message_nbytes
@@ -185,6 +186,7 @@ class Plan:
         """Of the payloads that are summed, at their end, those whose values are known only now."""
         return {i: payload for i, payload in summed.items() if self.summed[i].late}
 
+    @in_phase("apply")
     def shaped(self, leaves: Sequence[Any], results: Mapping[int, Array]) -> list[Any]:
         """The flat results in the shapes of the leaves; None where a leaf is."""
         return [
@@ -258,6 +260,7 @@ def _split(payload: Payload, place: int, flat: Array) -> dict[int, Array]:
     return {i: backends.of(x).ravel(x) for i, x in payload.parts.split(flat).items()}
 
 
+@in_phase("encode")
 def further_rounds(
     all_reduce: Callable[[Array], Array], size: int, plan: Plan, totals: dict[int, Array]
 ) -> dict[int, Payload]:
@@ -297,6 +300,7 @@ def further_rounds(
     return done
 
 
+@in_phase("apply")
 def results_of(
     plan: Plan,
     totals: Mapping[int, Array],
