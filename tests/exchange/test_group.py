@@ -59,6 +59,26 @@ def test_all_to_all_gives_what_all_have_for_a_rank(kind, size):
     assert [facts["all_to_all"] for facts in facts_of(kind, size)] == expected
 
 
+def large(rank):
+    """What every rank has of messages that are sent in pieces, in few numbers."""
+    group = find_group()
+    message = (torch.arange(2_500_001) % 251).to(torch.uint8) + rank
+    gathered = group.all_gather(message)
+    assert all(torch.equal(part, message - rank + i) for i, part in enumerate(gathered))
+    lengths = [1_200_000 * (i + 1) + i for i in range(group.size)]
+    parts = [torch.full((n,), 10 * rank + i, dtype=torch.uint8) for i, n in enumerate(lengths)]
+    return [(part.numel(), *part.unique().tolist()) for part in group.all_to_all(parts)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_messages_arrive_whole(size):
+    expected = [
+        [(1_200_000 * (rank + 1) + rank, 10 * other + rank) for other in range(size)]
+        for rank in range(size)
+    ]
+    assert gloo_ranks(size, large) == expected
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_to_all_counts_what_goes_to_others(kind, size):
