@@ -21,7 +21,6 @@ import torch.distributed.nn
 
 from gradtx.core.phases import in_phase
 
-
 _PIECE = 1 << 20  # bytes
 
 
@@ -170,7 +169,7 @@ class ProcessGroup(Group):
                 work.append(dist.irecv(piece, _global(group, source), group=group))
             for piece in parts[to].split(_PIECE):
                 work.append(dist.isend(piece, _global(group, to), group=group))
-        for each in work:
+        for each in filter(None, work):
             each.wait()
 
     def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
