@@ -8,7 +8,7 @@ from gradtx import backends
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
 from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.cast import encode_cast
-from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
+from gradtx.core.payload import Entries, Joined, Member, Parts, Payload, dense, register_payload
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
@@ -41,6 +41,11 @@ class Sparse(Payload):
         values = dense(self.values)
         ops = backends.of(total)
         return ops.scatter_add(total, ops.cast(values, ops.dtype_name(total)), self.indices)
+
+    def entries(self) -> Entries | None:
+        """What it is made of; None if the positions are not sent."""
+        sent = self.codecs["indices"] == "index"
+        return Entries(self.indices, self.values) if sent else None
 
     def with_values(self, values: Any) -> Payload:
         """Other values at the same positions; a sparse choice of them is merged into one."""

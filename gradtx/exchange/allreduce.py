@@ -21,7 +21,9 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange
 from gradtx.exchange.outgoing import Outgoing, Sizes
-from gradtx.exchange.plan import ALGORITHMS, further_rounds, results_of
+from gradtx.exchange.plan import ALGORITHMS, FOR_TENSORS, ON_A_MESH, further_rounds, results_of
+from gradtx.exchange.root import Root
+from gradtx.exchange.sharded import Sharded
 from gradtx.exchange.two_shot import TwoShot
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header
@@ -55,6 +57,12 @@ def allreduce(
     added to the residual of the rank that added it up. Leaves of 16 bits that nothing compresses
     travel in 16 bits in the same way, but for sums of `accumulate`, which are of more bits.
 
+    With ``algorithm="sharded"`` values at positions (`topk`, `threshold`) go to the owners of
+    these, so spread that no region is one rank's. The owners add them up and send the sums on, at
+    their positions or, where that is less, all of them. So a rank sends its own values once and its
+    part of the result ``N - 1`` times, in four rounds; the result is that of a gather. It pays
+    where ranks choose mostly the same positions, or so many that most are chosen by some rank.
+
     The first step begins with a handshake: ranks that run another chain, or have other parameters,
     raise. A leaf that is None counts as zero, and stays None if it is None on all ranks.
 
@@ -67,16 +75,21 @@ def allreduce(
         op: ``"mean"`` or ``"sum"``.
         algorithm: ``"gather"`` sends every payload compressed to all ranks; ``"two_shot"`` those
             that can be cut to owners, and all others to all ranks; ``"auto"`` takes for each
-            payload what puts the fewest bytes on the link, a dense all-reduce if need be.
+            payload which of these puts fewer bytes on the link, or a dense all-reduce;
+            ``"sharded"`` sends values at positions to the owners of these, and all else as
+            ``"auto"``; ``"root"`` sends every payload to rank 0, which sends the sums on, and is
+            there to be compared. The last two are for torch tensors.
 
     Returns:
         The transformation.
 
     Raises:
-        ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given;
-            in `update`, if there is no such axis.
+        ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given,
+            or `axis_name` with an algorithm for torch tensors; in `update`, if there is no such
+            axis.
         TypeError: if `axis_name` is no string; in `update`, for torch tensors where an axis is
-            named, or JAX arrays where several torch processes are to exchange.
+            named, or JAX arrays where several torch processes are to exchange, or an algorithm is
+            for torch tensors.
         ImportError: if `axis_name` is given and jax is not installed.
         RankMismatchError: in `update`, on every rank, if ranks disagree or one of them has failed.
 
@@ -93,14 +106,22 @@ def allreduce(
     if op not in ("mean", "sum"):
         raise ValueError(f"allreduce(op={op!r}): expected 'mean' or 'sum'")
     if algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"allreduce(algorithm={algorithm!r}): expected 'auto', 'gather' or 'two_shot'"
-        )
+        raise ValueError(f"allreduce(algorithm={algorithm!r}): expected {_expected(ALGORITHMS)}")
     if axis_name is not None:
         _check_axis(axis_name, group)
+        if algorithm in FOR_TENSORS:
+            raise ValueError(
+                f"allreduce(axis_name={axis_name!r}, algorithm={algorithm!r}): for torch tensors "
+                f"only; on a mesh write {_expected(ON_A_MESH)}"
+            )
     if group is not None:
         find_group(group)
     return Allreduce(group, axis_name, op, algorithm)
+
+
+def _expected(names: Sequence[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
 
 
 def _check_axis(axis_name: Any, group: Any) -> None:
@@ -132,6 +153,7 @@ class Allreduce(Exchange):
                 Argument("algorithm", algorithm, "auto"),
             ),
             linear=True,
+            varies=algorithm in FOR_TENSORS,
         )
         super().__init__(stage, _init, self._update)
         self._given, self._op, self._algorithm = group, op, algorithm
@@ -190,6 +212,11 @@ class Allreduce(Exchange):
             )
         if torchs or not arrays:
             return False
+        if self._algorithm in FOR_TENSORS:
+            raise TypeError(
+                f"{self.code()} exchanges torch tensors between processes, got JAX arrays: write "
+                f"algorithm={_expected(ON_A_MESH)}"
+            )
         if self.axis_name is None and self.group.size > 1:
             raise TypeError(
                 f"{self.code()} exchanges torch tensors between processes; JAX arrays are "
@@ -221,10 +248,11 @@ class Allreduce(Exchange):
             header = replace(header, flushing=share.flushing)
         message, buffers = outgoing.message(header), outgoing.buffers(header, group.size)
         shots = TwoShot(group, outgoing, outgoing.shards, header)
+        sharded = Sharded(group, outgoing.to_owners, header)
 
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
-        totals, flags = exchange(group, outgoing, header, message, buffers, shots)
+        totals, flags = exchange(group, outgoing, header, message, buffers, shots, sharded)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         summed = further_rounds(group.all_reduce, group.size, outgoing, totals)
@@ -295,9 +323,15 @@ class Allreduce(Exchange):
             header = replace(_header(key, step, sizes.leaves), error=True)
             if sizes.segments is not None:
                 nothing = [0] * len(sizes.rooms)
-                gather(group, sizes.error_message(header), nothing, sizes.rooms)
+                told = sizes.error_message(header)
+                root = self._algorithm == "root"
+                gather(group, told, nothing, sizes.rooms, to_root=root)
+                if root:
+                    Root(group, sizes.leaves, windowed=sizes.windowed).tell([header], [0, 0])
             elif sizes.shards is not None:
                 group.all_to_all(sizes.error_parts(header))
+            elif sizes.ahead is not None:
+                group.all_to_all(sizes.error_ahead(header, group.size))
             else:
                 group.all_reduce(sizes.error_buffer(header, group.size))
             share_error(group, text)

@@ -13,6 +13,8 @@ from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
+from gradtx.exchange.root import Root
+from gradtx.exchange.sharded import Sharded
 from gradtx.exchange.two_shot import TwoShot, check_steps
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header, decode_message, message_nbytes
@@ -25,6 +27,7 @@ def exchange(
     message: torch.Tensor | None,
     buffers: Sequence[torch.Tensor],
     shots: TwoShot,
+    sharded: Sharded,
 ) -> tuple[dict[int, torch.Tensor], Flags]:
     """Sends what goes out, and adds up what comes in.
 
@@ -35,6 +38,7 @@ def exchange(
         message: the gathered message, or None.
         buffers: the dense buffers.
         shots: the two-shot exchange of this step; its first shot is made here.
+        sharded: the sharded exchange of this step.
 
     Returns:
         The sums over ranks, flat, by position of the leaf, without those that have owners; and the
@@ -53,6 +57,12 @@ def exchange(
         told = shots.add_up()
         _stop_if_failed(group, told)
         flags = flags or told
+    if sharded.messages:
+        sums, told = sharded.add_up()
+        _stop_if_failed(group, told)
+        flags = flags or told
+        for place, flat in sums.items():
+            totals |= outgoing.parts_of(place, flat)
     for dtype, buffer in zip(outgoing.dense_places, buffers, strict=True):
         total = group.all_reduce(buffer)
         if flags is None:
@@ -71,29 +81,53 @@ def exchange(
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor
 ) -> tuple[dict[int, torch.Tensor], Flags]:
-    leaves = outgoing.sizes.leaves
+    leaves, root = outgoing.sizes.leaves, outgoing.through_root
 
     def nbytes(counts: Sequence[int]) -> int:
         return message_nbytes(leaves, outgoing.packing_of(counts).sizes)
 
-    received = []
-    for data, counts in gather(group, message, outgoing.counts, outgoing.rooms, nbytes):
-        packing = outgoing.packing_of(counts)
-        other, segments = decode_message(data, leaves, packing.sizes, header.fingerprint)
-        received.append((other, packing, segments))
-    headers = [other for other, _, _ in received]
+    received = gather(group, message, outgoing.counts, outgoing.rooms, nbytes, to_root=root)
+    if root:
+        shape = outgoing.gathered_lengths
+        step = Root(group, leaves, windowed=outgoing.sizes.windowed)
+        read = partial(_added, group, outgoing, header, received)
+        totals, flags = step.add_up(bool(received), read, shape, message.device)
+        _stop_if_failed(group, flags)
+        return totals, flags
+    headers, totals = _added(group, outgoing, header, received)
     flags = Flags.of(headers)
     _stop_if_failed(group, flags)
-    check_steps(header, headers, group.rank)
+    return totals, flags
+
+
+def _added(
+    group: Group,
+    outgoing: Outgoing,
+    header: Header,
+    received: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
+) -> tuple[list[Header], dict[int, torch.Tensor]]:
+    """The headers of all ranks; and the sums of their payloads, none if a rank has failed."""
+    found = []
+    for data, counts in received:
+        packing = outgoing.packing_of(counts)
+        other, segments = decode_message(
+            data, outgoing.sizes.leaves, packing.sizes, header.fingerprint
+        )
+        found.append((other, packing, segments))
+    headers = [other for other, _, _ in found]
     totals: dict[int, torch.Tensor] = {}
-    for other, packing, segments in received:
+    if any(other.error for other in headers):
+        return headers, totals
+    check_steps(header, headers, group.rank)
+    for other, packing, segments in found:
         payloads = packing.decode(segments)
         for places, payload in zip(outgoing.places, payloads, strict=True):
             absent = partial(outgoing.is_absent, header=other)
             add_payload(totals, payload, outgoing, places[0], absent)
-    return totals, flags
+    return headers, totals
 
 
 def _stop_if_failed(group: Group, flags: Flags) -> None:
     if flags.errors:
         share_error(group, "")
+        raise RankMismatchError(f"{flags.errors} ranks say that they failed, and none says why")

@@ -1,8 +1,9 @@
 """How each leaf travels in a step.
 
 A payload is gathered by all ranks, or goes to owners that add up runs of it and send the sums on in
-its format, or is decoded and summed densely; of some, a summand is summed. It follows from shapes
-and hyperparameters, so all ranks come to the same plan.
+its format, or its values to the owners of their positions, or it is decoded and summed densely; of
+some, a summand is summed. It follows from shapes and hyperparameters, so all ranks come to the same
+plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
 from gradtx.wire import message_nbytes
 
-ALGORITHMS = ("auto", "gather", "two_shot")
+ON_A_MESH = ("auto", "gather", "two_shot")
+FOR_TENSORS = ("sharded", "root")
+ALGORITHMS = (*ON_A_MESH, *FOR_TENSORS)
+# Algorithms that send every payload to all ranks, directly or not.
+_TO_ALL = ("gather", "root")
 _ITEMSIZE = {"float32": 4, "float64": 8}
 _NARROW = ("float16", "bfloat16")
 
@@ -32,11 +37,13 @@ class Choice:
     """Which payloads do not travel densely, by position.
 
     Attributes:
-        shared: those that go to owners.
+        shared: those that go to owners, in runs.
+        scattered: those that go to owners by position.
         gathered: those that go to all ranks.
     """
 
     shared: frozenset[int]
+    scattered: frozenset[int]
     gathered: frozenset[int]
 
 
@@ -59,9 +66,12 @@ class Plan:
         shared: by position, in path order, those that owners add up. Among both are `Narrow`
             payloads of 16-bit leaves that nothing has compressed.
         shared_places: for each of them, the positions of its leaves.
+        scattered: by position, in path order, those whose values go to the owners of positions.
+        scattered_places: for each of them, the positions of its leaves.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
         parts: by position, in path order, what is summed.
+        through_root: whether what is gathered goes to rank 0, which sends the sums on.
     """
 
     def __init__(
@@ -76,6 +86,7 @@ class Plan:
     ) -> None:
         self.layout = context.layout
         self._size, self._algorithm = size, algorithm
+        self.through_root = algorithm == "root"
         order = context.layout.by_path
         self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
         self.found: dict[int, Payload] = {
@@ -86,18 +97,20 @@ class Plan:
         self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
         payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
         # The sum of a window is of more bits than its gradients were.
-        if size > 1 and algorithm != "gather" and not context.windowed:
+        if size > 1 and algorithm not in _TO_ALL and not context.windowed:
             payloads |= self._narrow(leaves)
             payloads = {i: payloads[i] for i in order if i in payloads}
         choose = partial(self._chosen, payloads, nbytes, overhead)
         key = (context.code, self.layout.fingerprint, size, algorithm, context.windowed)
         choice = choose() if choices is None else _remembered(choices, key, _forms(leaves), choose)
         self.shared = {i: p for i, p in payloads.items() if i in choice.shared}
+        self.scattered = {i: p for i, p in payloads.items() if i in choice.scattered}
         payloads = {i: p for i, p in payloads.items() if i in choice.gathered}
         self.payloads = list(payloads.values())
         self.places = [_places(i, payload) for i, payload in payloads.items()]
         self.shared_places = [_places(i, payload) for i, payload in self.shared.items()]
-        moved = [*self.places, *self.shared_places, self.summed]
+        self.scattered_places = [_places(i, payload) for i, payload in self.scattered.items()]
+        moved = [*self.places, *self.shared_places, *self.scattered_places, self.summed]
         elsewhere = {i for places in moved for i in places}
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
@@ -116,7 +129,11 @@ class Plan:
         overhead: Callable[[Sequence[Payload]], int],
     ) -> Choice:
         size, algorithm = self._size, self._algorithm
-        able = algorithm != "gather" and size > 1
+        scattered = set()
+        if algorithm == "sharded":
+            scattered = {i for i, payload in payloads.items() if payload.entries() is not None}
+            payloads, algorithm = {i: p for i, p in payloads.items() if i not in scattered}, "auto"
+        able = algorithm not in _TO_ALL and size > 1
         shared = {i: p for i, p in payloads.items() if able and p.grain is not None and p.size}
         dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
         if algorithm == "auto":
@@ -125,7 +142,7 @@ class Plan:
         rest = {i: payload for i, payload in payloads.items() if i not in shared}
         if algorithm == "auto":
             rest = _worth_it(rest, dense_nbytes, size, nbytes, overhead)
-        return Choice(frozenset(shared), frozenset(rest))
+        return Choice(frozenset(shared), frozenset(scattered), frozenset(rest))
 
     def _narrow(self, leaves: Sequence[Any]) -> dict[int, Payload]:
         """The 16-bit leaves that nothing has compressed, those of a dtype joined, in that dtype."""
@@ -156,9 +173,17 @@ class Plan:
         places: dict[str, list[int]] = {}
         for i in self.parts:
             places.setdefault(self.dtype(i), []).append(i)
-        if not places and not self.payloads and not self.shared:
+        if not (places or self.payloads or self.shared or self.scattered):
             places["float32"] = []
         return dict(sorted(places.items()))
+
+    @property
+    def gathered_lengths(self) -> dict[str, dict[int, int]]:
+        """For the dtypes that sums are made in, the lengths of the leaves gathered, by position."""
+        out: dict[str, dict[int, int]] = {"float32": {}, "float64": {}}
+        for i in (i for places in self.places for i in places):
+            out[self.dtype(i)][i] = self.layout.leaves[i].size
+        return out
 
     def dtype(self, position: int) -> str:
         """The dtype that a leaf is summed in."""
@@ -180,6 +205,11 @@ class Plan:
         """What owners have sent on, flat, by position of the payload, for each leaf."""
         found = [_split(self.shared[i], i, flat) for i, flat in sent_on.items()]
         return {i: part for parts in found for i, part in parts.items()}
+
+    def parts_of(self, place: int, flat: Array) -> dict[int, Array]:
+        """What owners of positions have added up of a payload, flat, for each of its leaves."""
+        found = _split(self.scattered[place], place, flat)
+        return {i: backends.of(x).cast(x, self.dtype(i)) for i, x in found.items()}
 
     def late(self, summed: Mapping[int, Payload]) -> dict[int, Payload]:
         """Of the payloads that are summed, at their end, those whose values are known only now."""

@@ -101,7 +101,7 @@ def test_nothing_is_sent_before_the_end_of_a_window():
             (gx.powersgd(1), gx.ef()),
         ]
     ),
-    st.sampled_from(["auto", "gather", "two_shot"]),
+    st.sampled_from(["auto", "gather", "two_shot", "sharded", "root"]),
 )
 def test_unequal_windows_give_the_mean_by_weight_and_lose_nothing(ranks, compressors, algorithm):
     """Any numbers of micro-steps, weights, and bad ones left out: law L2 in FP64."""
