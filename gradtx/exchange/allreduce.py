@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradtx import backends
+from gradtx.core.arguments import check_ratio
 from gradtx.core.combinators import judge
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
@@ -42,7 +43,12 @@ class AllreduceState(NamedTuple):
 
 
 def allreduce(
-    group: Any = None, *, axis_name: str | None = None, op: str = "mean", algorithm: str = "auto"
+    group: Any = None,
+    *,
+    axis_name: str | None = None,
+    op: str = "mean",
+    algorithm: str = "auto",
+    density: float | None = None,
 ) -> Allreduce:
     r"""Exchanges whatever form arrives, and hands on the dense mean over ranks.
 
@@ -62,6 +68,9 @@ def allreduce(
     their positions or, where that is less, all of them. So a rank sends its own values once and its
     part of the result ``N - 1`` times, in four rounds; the result is that of a gather. It pays
     where ranks choose mostly the same positions, or so many that most are chosen by some rank.
+    With a `density` each owner sends on no more than that share of what it owns, the sums of the
+    largest magnitude: then a rank sends no more on many ranks than on two. What an owner leaves out
+    goes to its own residual, so that nothing is lost, and error feedback has to be there for it.
 
     The first step begins with a handshake: ranks that run another chain, or have other parameters,
     raise. A leaf that is None counts as zero, and stays None if it is None on all ranks.
@@ -79,17 +88,20 @@ def allreduce(
             ``"sharded"`` sends values at positions to the owners of these, and all else as
             ``"auto"``; ``"root"`` sends every payload to rank 0, which sends the sums on, and is
             there to be compared. The last two are for torch tensors.
+        density: with ``"sharded"``, the share of the sums at positions that owners send on, a float
+            over 0 and at most 1: ``max(1, round(density * n / N))`` each, of `n` values on `N`
+            ranks. None sends all that are not zero.
 
     Returns:
         The transformation.
 
     Raises:
         ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given,
-            or `axis_name` with an algorithm for torch tensors; in `update`, if there is no such
-            axis.
-        TypeError: if `axis_name` is no string; in `update`, for torch tensors where an axis is
-            named, or JAX arrays where several torch processes are to exchange, or an algorithm is
-            for torch tensors.
+            or `axis_name` with an algorithm for torch tensors; for a `density` that is not over 0
+            and at most 1, or with another algorithm; in `update`, if there is no such axis.
+        TypeError: if `axis_name` is no string, or the `density` no float; in `update`, for torch
+            tensors where an axis is named, or JAX arrays where several torch processes are to
+            exchange, or an algorithm is for torch tensors.
         ImportError: if `axis_name` is given and jax is not installed.
         RankMismatchError: in `update`, on every rank, if ranks disagree or one of them has failed.
 
@@ -114,9 +126,20 @@ def allreduce(
                 f"allreduce(axis_name={axis_name!r}, algorithm={algorithm!r}): for torch tensors "
                 f"only; on a mesh write {_expected(ON_A_MESH)}"
             )
+    if density is not None:
+        _check_density(density, algorithm)
     if group is not None:
         find_group(group)
-    return Allreduce(group, axis_name, op, algorithm)
+    return Allreduce(group, axis_name, op, algorithm, density)
+
+
+def _check_density(density: Any, algorithm: str) -> None:
+    check_ratio("allreduce(density", density)
+    if algorithm != "sharded":
+        raise ValueError(
+            f"allreduce(algorithm={algorithm!r}, density={density!r}): it is for owners of "
+            "positions; write algorithm='sharded'"
+        )
 
 
 def _expected(names: Sequence[str]) -> str:
@@ -142,7 +165,14 @@ def _check_axis(axis_name: Any, group: Any) -> None:
 class Allreduce(Exchange):
     """The transformation that `allreduce` makes."""
 
-    def __init__(self, group: Any, axis_name: str | None, op: str, algorithm: str) -> None:
+    def __init__(
+        self,
+        group: Any,
+        axis_name: str | None,
+        op: str,
+        algorithm: str,
+        density: float | None = None,
+    ) -> None:
         stage = Stage(
             "allreduce",
             Kind.EXCHANGE,
@@ -151,12 +181,14 @@ class Allreduce(Exchange):
                 Argument("axis_name", axis_name, None),
                 Argument("op", op, "mean"),
                 Argument("algorithm", algorithm, "auto"),
+                Argument("density", density, None),
             ),
             linear=True,
             varies=algorithm in FOR_TENSORS,
+            leaves_out=density is not None,
         )
         super().__init__(stage, _init, self._update)
-        self._given, self._op, self._algorithm = group, op, algorithm
+        self._given, self._op, self._algorithm, self._density = group, op, algorithm, density
         self.axis_name = axis_name
         self.one_program = axis_name is not None
 
@@ -167,7 +199,7 @@ class Allreduce(Exchange):
 
     def over(self, group: Group) -> Allreduce:
         """The same exchange among the same ranks, over another group."""
-        return Allreduce(group, self.axis_name, self._op, self._algorithm)
+        return Allreduce(group, self.axis_name, self._op, self._algorithm, self._density)
 
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number and how many there are, for the arrays of a step."""
@@ -239,7 +271,9 @@ class Allreduce(Exchange):
             out, good = self._over_mesh(leaves, context, finite)
             return unflatten(treespec, out), AllreduceState(state.count + 1, good)
         group = self.group
-        outgoing = Outgoing(leaves, context, group.size, self._algorithm, group.choices)
+        outgoing = Outgoing(
+            leaves, context, group.size, self._algorithm, group.choices, self._density
+        )
         header = _header(_key(context), int(state.count), len(leaves))
         header = replace(header, finite=finite is None or bool(finite), absent=outgoing.absent)
         if (share := context.share) is not None:
@@ -263,9 +297,12 @@ class Allreduce(Exchange):
             finite_everywhere &= not (flags.left_out and flags.weight == 0)
         factor = context.progress.factor
         results = results_of(outgoing, totals, summed, group.size, self._op, factor)
+        kept = outgoing.parts_of(sharded.left_out)
+        context.progress.returned = {i: flat * (factor or 1.0) for i, flat in kept.items()}
         if shots.messages:
-            sent_on, context.progress.returned = shots.send_on(self._op, factor or 1.0)
+            sent_on, returned = shots.send_on(self._op, factor or 1.0)
             results |= outgoing.parted(sent_on)
+            context.progress.returned |= returned
         tree = unflatten(treespec, outgoing.shaped(leaves, results))
         context.progress.finite = finite_everywhere
         good = torch.tensor(context.progress.finite)

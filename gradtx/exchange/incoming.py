@@ -61,8 +61,7 @@ def exchange(
         sums, told = sharded.add_up()
         _stop_if_failed(group, told)
         flags = flags or told
-        for place, flat in sums.items():
-            totals |= outgoing.parts_of(place, flat)
+        totals |= outgoing.parts_of(sums)
     for dtype, buffer in zip(outgoing.dense_places, buffers, strict=True):
         total = group.all_reduce(buffer)
         if flags is None:

@@ -92,6 +92,7 @@ class Outgoing(Plan):
         size: how many ranks there are.
         algorithm: one of `gradtx.exchange.plan.ALGORITHMS`.
         choices: as for `Plan`.
+        density: the share of the sums at positions that are sent; None for all.
 
     Attributes:
         shards: which rank owns what of the payloads that are shared out.
@@ -108,6 +109,7 @@ class Outgoing(Plan):
         size: int,
         algorithm: str,
         choices: MutableMapping[Any, tuple[Any, Choice]] | None = None,
+        density: float | None = None,
     ) -> None:
         known: dict[int, Any] = {}
 
@@ -127,7 +129,7 @@ class Outgoing(Plan):
         super().__init__(leaves, context, size, algorithm, nbytes, overhead, choices)
         self._windowed = context.windowed
         self.shards = Shards(self.shared, size)
-        self.to_owners = Scattered(self.scattered, size, self._is_absent_here)
+        self.to_owners = Scattered(self.scattered, size, self._is_absent_here, density)
         self._used = list(map(used_of, self.payloads))
         places = [None if used is None else used.nonzero().flatten() for used in self._used]
         self.rooms = tuple(used.numel() for used in self._used if used is not None)

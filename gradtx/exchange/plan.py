@@ -206,10 +206,11 @@ class Plan:
         found = [_split(self.shared[i], i, flat) for i, flat in sent_on.items()]
         return {i: part for parts in found for i, part in parts.items()}
 
-    def parts_of(self, place: int, flat: Array) -> dict[int, Array]:
-        """What owners of positions have added up of a payload, flat, for each of its leaves."""
-        found = _split(self.scattered[place], place, flat)
-        return {i: backends.of(x).cast(x, self.dtype(i)) for i, x in found.items()}
+    def parts_of(self, sums: Mapping[int, Array]) -> dict[int, Array]:
+        """What owners of positions say of payloads, flat, by position, for each of their leaves."""
+        found = [_split(self.scattered[i], i, flat) for i, flat in sums.items()]
+        parts = {i: part for own in found for i, part in own.items()}
+        return {i: backends.of(x).cast(x, self.dtype(i)) for i, x in parts.items()}
 
     def late(self, summed: Mapping[int, Payload]) -> dict[int, Payload]:
         """Of the payloads that are summed, at their end, those whose values are known only now."""

@@ -376,19 +376,19 @@ class Noise(Group):
         return [self._change(received[0]), *received[1:]]
 
 
-def outcomes(change, round_, timeout=30.0):
-    tx = gx.chain(gx.topk(0.1), gx.ef(), SHARDED)
+def outcomes(change, round_, tx=None):
+    tx = tx or gx.chain(gx.topk(0.1), gx.ef(), SHARDED)
     grads = {"w": torch.randn(300, generator=torch.Generator().manual_seed(0))}
 
     def rank(i):
         with default_group(Noise(find_group(), change, round_)):
             try:
-                tx.update(grads, tx.init(grads))
+                tx.update(grads, tx.init(grads), loss_scale=1.0)
             except Exception as error:
                 return type(error).__name__
             return ""
 
-    return run_ranks(3, rank, timeout=timeout)
+    return run_ranks(3, rank)
 
 
 class TestDamage:
@@ -443,3 +443,154 @@ def test_jax_arrays_are_refused():
     grads = {"w": jnp.ones(4)}
     with pytest.raises(TypeError, match=r"exchanges torch tensors between processes, got JAX"):
         tx.update(grads, tx.init(grads))
+
+
+class TestDensity:
+    def chain(self, density, *compressors, op="mean", feedback=None):
+        exchange = gx.allreduce(op=op, algorithm="sharded", density=density)
+        return gx.chain(gx.unscale(), *compressors, feedback or gx.ef(), exchange)
+
+    @pytest.mark.parametrize("op", ["mean", "sum"])
+    @pytest.mark.parametrize("name", ["topk", "joined", "fp16", "threshold", "signs"])
+    def test_it_keeps_the_laws(self, name, op):
+        check_laws(self.chain(0.03, *COMPRESSORS[name], op=op), ranks=(1, 2, 3))
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            [gx.filter_params(gx.is_matrix), gx.topk(0.2), gx.ef()],
+            [gx.topk(0.2), gx.momentum_correction(0.9)],
+            [gx.topk(0.2), gx.ef(), gx.delayed(steps=2)],
+            [gx.accumulate(2), gx.topk(0.2), gx.ef()],
+        ],
+        ids=repr,
+    )
+    def test_with_what_stands_around_it_it_keeps_the_laws(self, parts):
+        params = {"big": torch.zeros(20, 10), "d": torch.zeros(30, dtype=torch.float64)}
+        exchange = gx.allreduce(algorithm="sharded", density=0.05)
+        check_laws(gx.chain(gx.unscale(), *parts, exchange), ranks=(1, 3), params=params)
+
+    def test_nothing_is_lost_over_many_steps(self):
+        tx = self.chain(0.02, gx.topk(0.05))
+        check_laws(tx, ranks=(2, 3, 4, 5), steps=30, laws=["L2"])
+
+    @settings(max_examples=40)
+    @given(supports(), st.sampled_from([0.02, 0.1, 0.5, 1.0]))
+    def test_any_supports_on_any_ranks(self, rows, density):
+        """Replicas agree, and what is left out is in the residuals: L2, by hand."""
+        n, size = len(rows[0]), len(rows)
+        tx = self.chain(density, gx.threshold(0.0, capacity=1.0))
+        found = run(tx, lambda i, step: [rows[i]], size, loss_scale=1.0)
+        total = torch.stack(rows).double().sum(0)
+        left = torch.stack([state.residual[0] for _, state, _ in found]).double().sum(0)
+        scale = torch.stack(rows).double().abs().sum(0)
+        for [[out]], _, _ in found:
+            assert torch.equal(out, found[0][0][0][0])
+            error = (size * out.double() + left - total).abs()
+            assert bool((error <= 1e-6 * scale).all())
+            quota = max(1, round(density * n / size))
+            slots = -(-n // size)
+            if part_nbytes(min(quota, slots), slots, 4) < 4 * slots:
+                assert int(out.count_nonzero()) <= size * quota
+
+    def test_owners_send_on_the_largest_sums(self):
+        """Of each owner's positions; the sums of what it has are compared by hand."""
+        n, size = 4000, 4
+        rows = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(size)]
+        tx = self.chain(0.01, gx.topk(1.0))
+        found = run(tx, lambda i, step: [rows[i]], size, loss_scale=1.0)
+        total = rows[0] + rows[1] + rows[2] + rows[3]
+        owner, _ = Owners(n, size).find(torch.arange(n))
+        for rank, (_, state, _) in enumerate(found):
+            own = (owner == rank).nonzero().view(-1)
+            best = own[total[own].abs().topk(10).indices].sort().values
+            sent = found[0][0][0][0]
+            assert torch.equal(sent[own].nonzero().view(-1), torch.searchsorted(own, best))
+            torch.testing.assert_close(sent[best], total[best] / size)
+            rest = total.clone()
+            rest[best] = 0
+            torch.testing.assert_close(state.residual[0][own], rest[own])
+            assert not state.residual[0][owner != rank].any()
+
+    def test_a_rank_sends_no_more_on_many_ranks(self):
+        """Values once, and 1 % of the sums; beside headers, which every rank gets from all."""
+        n, k = 40_000, 400
+        tx = gx.chain(gx.topk(k / n), gx.ef(), gx.allreduce(algorithm="sharded", density=k / n))
+        for size in (2, 4, 8):
+
+            def make(i, step):
+                return [torch.randn(n, generator=torch.Generator().manual_seed(i + 10 * step))]
+
+            values = 4 * k + indices_nbytes(k, n)
+            for _, _, sent in run(tx, make, size, steps=2):
+                limit = 2 * (size - 1) / size * values + (size - 1) * (message_nbytes(1, [8]) + 40)
+                assert sent <= 1.12 * limit
+
+    def test_of_all_sums_nothing_is_left_out(self):
+        tx = self.chain(1.0, gx.topk(0.5))
+        gathered = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef(), gx.allreduce(algorithm="gather"))
+        outs = run(tx, tree, 3, steps=2, loss_scale=1.0)
+        for (found, _, _), (expected, _, _) in zip(
+            outs, run(gathered, tree, 3, steps=2, loss_scale=1.0), strict=True
+        ):
+            for out, other in zip(found, expected, strict=True):
+                assert all(torch.equal(out[path], leaf) for path, leaf in other.items())
+
+    def test_the_collectives_of_a_step(self):
+        tx = self.chain(0.1, gx.topk(0.1))
+
+        def rank(i):
+            def steps(spy):
+                state = tx.init(tree(i))
+                for step in range(2):
+                    spy.calls.clear()
+                    _, state = tx.update(tree(i, step), state, loss_scale=1.0)
+                return [name for name, _, _ in spy.calls]
+
+            return spied(steps)
+
+        assert run_ranks(3, rank) == [["all_to_all", "all_to_all", "all_gather"]] * 3
+
+    def test_an_owner_that_cannot_read_values_tells_the_others(self):
+        def change(data):
+            data[-9:] ^= 0xFF
+            return data
+
+        mismatch = "RankMismatchError"
+        tx = self.chain(0.1, gx.topk(0.1))
+        assert outcomes(change, 1, tx=tx) == [mismatch, "WireFormatError", mismatch]
+
+    @pytest.mark.parametrize("density", [0.0, -0.1, 1.5, math.nan])
+    def test_a_density_is_over_0_and_at_most_1(self, density):
+        with pytest.raises(ValueError, match=r"allreduce\(density"):
+            gx.allreduce(algorithm="sharded", density=density)
+
+    @pytest.mark.parametrize("density", [1, "0.1", True])
+    def test_a_density_is_a_float(self, density):
+        with pytest.raises(TypeError, match=r"allreduce\(density"):
+            gx.allreduce(algorithm="sharded", density=density)
+
+    @pytest.mark.parametrize("algorithm", ["auto", "gather", "two_shot", "root"])
+    def test_only_owners_of_positions_have_a_density(self, algorithm):
+        text = rf"algorithm='{algorithm}', density=0.1\): it is for owners of positions; write "
+        with pytest.raises(ValueError, match=text):
+            gx.allreduce(algorithm=algorithm, density=0.1)
+
+    def test_without_feedback_it_is_refused_since_sums_would_be_lost(self):
+        exchange = gx.allreduce(algorithm="sharded", density=0.1)
+        parts = (gx.topk(1.0, feedback=False), exchange)
+        with pytest.raises(gx.ChainOrderError, match="GX307"):
+            gx.chain(*parts)
+        with pytest.raises(gx.ChainOrderError, match="GX307"):
+            gx.chain(gx.masked(gx.error_feedback(gx.topk(0.1)), gx.is_matrix), *parts)
+        # The witness: all is sent, and yet it is not in the result, nor anywhere else.
+        tx = gx.chain(*parts, check=False)
+        found = run(tx, lambda i, step: [torch.ones(100)], 2)
+        assert int(found[0][0][0][0].count_nonzero()) == 10
+
+    def test_without_compressors_it_is_refused_since_it_does_nothing(self):
+        exchange = gx.allreduce(algorithm="sharded", density=0.1)
+        with pytest.raises(gx.ChainOrderError, match="GX307"):
+            gx.chain(exchange)
+        found = run(gx.chain(exchange, check=False), lambda i, step: [torch.ones(100)], 2)
+        assert bool((found[0][0][0][0] == 1).all())
