@@ -17,6 +17,8 @@ from gradtx.core.combinators import judge
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
 from gradtx.core.tree import Array, Info, PyTree, arrays_in, flatten, unflatten
+from gradtx.exchange.compare import described
+from gradtx.exchange.cost import Link
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
@@ -49,6 +51,7 @@ def allreduce(
     op: str = "mean",
     algorithm: str = "auto",
     density: float | None = None,
+    link: Link | None = None,
 ) -> Allreduce:
     r"""Exchanges whatever form arrives, and hands on the dense mean over ranks.
 
@@ -91,6 +94,11 @@ def allreduce(
         density: with ``"sharded"``, the share of the sums at positions that owners send on, a float
             over 0 and at most 1: ``max(1, round(density * n / N))`` each, of `n` values on `N`
             ranks. None sends all that are not zero.
+        link: what is known of the link between ranks, for ``"auto"``, the same on all of them. Of
+            the algorithms, and a dense all-reduce, it then takes that of the least time, by
+            `gradtx.exchange.cost`, among those that send no more than the dense one in FP32,
+            whatever positions ranks choose. None takes the fewest bytes, as above; both are shown
+            by ``explain(tx, params, ranks=8)``.
 
     Returns:
         The transformation.
@@ -98,10 +106,11 @@ def allreduce(
     Raises:
         ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given,
             or `axis_name` with an algorithm for torch tensors; for a `density` that is not over 0
-            and at most 1, or with another algorithm; in `update`, if there is no such axis.
-        TypeError: if `axis_name` is no string, or the `density` no float; in `update`, for torch
-            tensors where an axis is named, or JAX arrays where several torch processes are to
-            exchange, or an algorithm is for torch tensors.
+            and at most 1, or with another algorithm; for a `link` with another algorithm than
+            ``"auto"``, or an axis; in `update`, if there is no such axis.
+        TypeError: if `axis_name` is no string, the `density` no float, or the `link` no `Link`; in
+            `update`, for torch tensors where an axis is named, or JAX arrays where several torch
+            processes are to exchange, or an algorithm is for torch tensors.
         ImportError: if `axis_name` is given and jax is not installed.
         RankMismatchError: in `update`, on every rank, if ranks disagree or one of them has failed.
 
@@ -130,7 +139,23 @@ def allreduce(
         _check_density(density, algorithm)
     if group is not None:
         find_group(group)
-    return Allreduce(group, axis_name, op, algorithm, density)
+    if link is not None:
+        _check_link(link, algorithm, axis_name)
+    return Allreduce(group, axis_name, op, algorithm, density, link)
+
+
+def _check_link(link: Any, algorithm: str, axis_name: str | None) -> None:
+    if not isinstance(link, Link):
+        raise TypeError(f"allreduce(link={link!r}): expected a Link, such as Link(50e-6, 125e6)")
+    if algorithm != "auto":
+        raise ValueError(
+            f"allreduce(algorithm={algorithm!r}, link={link!r}): a link is for algorithm='auto', "
+            "which chooses by it"
+        )
+    if axis_name is not None:
+        raise ValueError(
+            f"allreduce(axis_name={axis_name!r}, link={link!r}): a link is for torch tensors"
+        )
 
 
 def _check_density(density: Any, algorithm: str) -> None:
@@ -172,6 +197,7 @@ class Allreduce(Exchange):
         op: str,
         algorithm: str,
         density: float | None = None,
+        link: Link | None = None,
     ) -> None:
         stage = Stage(
             "allreduce",
@@ -182,13 +208,15 @@ class Allreduce(Exchange):
                 Argument("op", op, "mean"),
                 Argument("algorithm", algorithm, "auto"),
                 Argument("density", density, None),
+                Argument("link", link, None),
             ),
             linear=True,
-            varies=algorithm in FOR_TENSORS,
+            varies=algorithm in FOR_TENSORS or link is not None,
             leaves_out=density is not None,
         )
         super().__init__(stage, _init, self._update)
-        self._given, self._op, self._algorithm, self._density = group, op, algorithm, density
+        self._given, self._op, self._algorithm = group, op, algorithm
+        self._density, self._link = density, link
         self.axis_name = axis_name
         self.one_program = axis_name is not None
 
@@ -199,7 +227,8 @@ class Allreduce(Exchange):
 
     def over(self, group: Group) -> Allreduce:
         """The same exchange among the same ranks, over another group."""
-        return Allreduce(group, self.axis_name, self._op, self._algorithm, self._density)
+        given = self._op, self._algorithm, self._density, self._link
+        return Allreduce(group, self.axis_name, *given)
 
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number and how many there are, for the arrays of a step."""
@@ -244,10 +273,10 @@ class Allreduce(Exchange):
             )
         if torchs or not arrays:
             return False
-        if self._algorithm in FOR_TENSORS:
+        if self._algorithm in FOR_TENSORS or self._link is not None:
             raise TypeError(
                 f"{self.code()} exchanges torch tensors between processes, got JAX arrays: write "
-                f"algorithm={_expected(ON_A_MESH)}"
+                f"algorithm={_expected(ON_A_MESH)}, and no link"
             )
         if self.axis_name is None and self.group.size > 1:
             raise TypeError(
@@ -271,9 +300,7 @@ class Allreduce(Exchange):
             out, good = self._over_mesh(leaves, context, finite)
             return unflatten(treespec, out), AllreduceState(state.count + 1, good)
         group = self.group
-        outgoing = Outgoing(
-            leaves, context, group.size, self._algorithm, group.choices, self._density
-        )
+        outgoing = self._outgoing(leaves, context, group.size, group.choices)
         header = _header(_key(context), int(state.count), len(leaves))
         header = replace(header, finite=finite is None or bool(finite), absent=outgoing.absent)
         if (share := context.share) is not None:
@@ -310,6 +337,19 @@ class Allreduce(Exchange):
             # Read at once, as the flags were: so the counters stay where they are.
             good = torch.tensor(bool(judge(tree, context)))
         return tree, AllreduceState(state.count + 1, good)
+
+    def _outgoing(
+        self, leaves: list[Any], context: Context, size: int, choices: dict[Any, Any] | None = None
+    ) -> Outgoing:
+        chosen = self._algorithm, choices, self._density, self._link
+        return Outgoing(leaves, context, size, *chosen)
+
+    def describe(self, leaves: Sequence[Any], context: Context) -> list[str]:
+        """What each algorithm would put on the link of a rank, and which is taken, as lines."""
+        if self.axis_name is not None or not any(isinstance(x, torch.Tensor) for x in _all(leaves)):
+            return ["  decided when the program is traced: shown for torch tensors only"]
+        plan = self._outgoing(list(leaves), context, context.size)
+        return described(plan, self._algorithm, self._link)
 
     def _over_mesh(
         self, leaves: list[Any], context: Context, finite: Array | None
@@ -361,9 +401,8 @@ class Allreduce(Exchange):
             if sizes.segments is not None:
                 nothing = [0] * len(sizes.rooms)
                 told = sizes.error_message(header)
-                root = self._algorithm == "root"
-                gather(group, told, nothing, sizes.rooms, to_root=root)
-                if root:
+                gather(group, told, nothing, sizes.rooms, to_root=sizes.root)
+                if sizes.root:
                     Root(group, sizes.leaves, windowed=sizes.windowed).tell([header], [0, 0])
             elif sizes.shards is not None:
                 group.all_to_all(sizes.error_parts(header))
@@ -383,9 +422,13 @@ class Allreduce(Exchange):
             known = [other for other in group.agreements if other[0] == context.code]
             key = key if key in known or not known else known[-1]
             return key, group.agreements[key][1] if key in known else None
-        outgoing = Outgoing(flatten(arriving)[0], context, group.size, self._algorithm)
+        outgoing = self._outgoing(flatten(arriving)[0], context, group.size)
         agreed = key in group.agreements and group.agreements[key][0] == outgoing.ways
         return key, outgoing.sizes if agreed else None
+
+
+def _all(leaves: Sequence[Any]) -> list[Any]:
+    return arrays_in([x for x in leaves if x is not None])
 
 
 def _init(params: PyTree, info: Info | None) -> AllreduceState:

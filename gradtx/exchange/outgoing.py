@@ -12,9 +12,11 @@ import torch
 from gradtx.core.payload import Payload
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array
+from gradtx.exchange.choice import Choice
+from gradtx.exchange.cost import Link
 from gradtx.exchange.flags import Flags, Slots
 from gradtx.exchange.message import Packing
-from gradtx.exchange.plan import Choice, Plan
+from gradtx.exchange.plan import Plan
 from gradtx.exchange.sharded import Scattered
 from gradtx.exchange.two_shot import Shards
 from gradtx.exchange.uneven import tell_nbytes
@@ -37,6 +39,7 @@ class Sizes:
             there is room for.
         buffers: dtype and length of each dense buffer, without flags.
         windowed: whether ranks bring unequal parts, and say what theirs weighs.
+        root: whether the gathered message goes to rank 0, which sends sums on.
     """
 
     leaves: int
@@ -46,6 +49,7 @@ class Sizes:
     rooms: tuple[int, ...]
     buffers: tuple[tuple[str, int], ...]
     windowed: bool = False
+    root: bool = False
 
     def slots(self, size: int) -> Slots | None:
         """The spare slots of the first dense buffer; None if the flags are in the header."""
@@ -93,6 +97,7 @@ class Outgoing(Plan):
         algorithm: one of `gradtx.exchange.plan.ALGORITHMS`.
         choices: as for `Plan`.
         density: the share of the sums at positions that are sent; None for all.
+        link: as for `Plan`.
 
     Attributes:
         shards: which rank owns what of the payloads that are shared out.
@@ -110,6 +115,7 @@ class Outgoing(Plan):
         algorithm: str,
         choices: MutableMapping[Any, tuple[Any, Choice]] | None = None,
         density: float | None = None,
+        link: Link | None = None,
     ) -> None:
         known: dict[int, Any] = {}
 
@@ -126,7 +132,7 @@ class Outgoing(Plan):
             told = tell_nbytes(sum(used_of(payload) is not None for payload in payloads))
             return message_nbytes(len(leaves), [total]) - total + told
 
-        super().__init__(leaves, context, size, algorithm, nbytes, overhead, choices)
+        super().__init__(leaves, context, size, algorithm, nbytes, overhead, choices, link, density)
         self._windowed = context.windowed
         self.shards = Shards(self.shared, size)
         self.to_owners = Scattered(self.scattered, size, self._is_absent_here, density)
@@ -156,9 +162,10 @@ class Outgoing(Plan):
 
     @property
     def ways(self) -> tuple[Any, ...]:
-        """Which leaves are gathered, shared out and scattered, and which payloads are summed."""
+        """Which leaves go where, which payloads are summed, and whether a root does it."""
         moved = self.places, self.shared_places, self.scattered_places
-        return *(tuple(map(tuple, places)) for places in moved), tuple(self.summed)
+        found = tuple(tuple(map(tuple, places)) for places in moved)
+        return *found, tuple(self.summed), self.through_root
 
     @cached_property
     def forms(self) -> dict[str, str]:
@@ -190,6 +197,7 @@ class Outgoing(Plan):
                 for dtype, places in self.dense_places.items()
             ),
             self._windowed,
+            self.through_root,
         )
 
     def message(self, header: Header) -> torch.Tensor | None:
