@@ -325,7 +325,9 @@ class Allreduce(Exchange):
         factor = context.progress.factor
         results = results_of(outgoing, totals, summed, group.size, self._op, factor)
         kept = outgoing.parts_of(sharded.left_out)
-        context.progress.returned = {i: flat * (factor or 1.0) for i, flat in kept.items()}
+        if factor is not None:
+            kept = {i: flat * factor for i, flat in kept.items()}
+        context.progress.returned = kept
         if shots.messages:
             sent_on, returned = shots.send_on(self._op, factor or 1.0)
             results |= outgoing.parted(sent_on)

@@ -291,9 +291,9 @@ class Sharded:
         for lane, total, at, full in zip(self._lanes, sums, own, dense, strict=True):
             flat = total.new_zeros(lane.owners.length)
             if not full:
-                slots = torch.arange(lane.owners.room(rank), device=total.device)
-                left_out = total.index_fill(0, at, 0)[: slots.numel()]
-                flat[lane.owners.positions(rank, slots)] = left_out
+                left_out = total.index_fill(0, at, 0)
+                slots = left_out.nonzero().view(-1)
+                flat[lane.owners.positions(rank, slots)] = left_out[slots]
             self.left_out.update(lane.split(flat))
 
     def _gathered(self, message: torch.Tensor, nbytes: Sequence[int]) -> list[torch.Tensor]:
