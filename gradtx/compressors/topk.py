@@ -10,7 +10,7 @@ from gradtx import backends
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
 from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.cast import encode_cast
-from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
+from gradtx.core.payload import Entries, Joined, Member, Parts, Payload, dense, register_payload
 from gradtx.core.phases import in_phase
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
@@ -45,9 +45,10 @@ class Sparse(Payload):
         ops = backends.of(total)
         return ops.scatter_add(total, ops.cast(values, ops.dtype_name(total)), self.indices)
 
-    def entries(self) -> tuple[Array, Array] | None:
-        """The values and their positions."""
-        return dense(self.values), self.indices
+    def entries(self) -> Entries | None:
+        """What it is made of; None if the positions are not sent."""
+        sent = self.codecs["indices"] == "index"
+        return Entries(self.indices, self.values) if sent else None
 
     def subtracted_from(self, flat: Array) -> Array:
         """What is left, with the values taken off at their positions, and nowhere else."""

@@ -357,13 +357,13 @@ def _tell(tx: Chain, state: Any, context: Context, error: Exception) -> None:
     exchange: Any = tx.exchange
     try:
         own = find_exchange(tx.core, state.states)
-        rehearsed = _rehearsed(tx, state, context)
+        arrives = rehearsed(tx, state, context)
     except Exception:  # The state itself is at fault: what is known without it has to do.
-        own, rehearsed = None, None
-    exchange.fail(None if own is None else own[1], context, error, rehearsed)
+        own, arrives = None, None
+    exchange.fail(None if own is None else own[1], context, error, arrives)
 
 
-def _rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
+def rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
     """What zeros look like when they arrive at the exchange; None if they do not get there.
 
     The sizes of what a rank sends may change with the step. They follow from the state, so a rank

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 
 from gradtx import backends
 from gradtx.backends.registry import is_registered, register_node
+
+
+class Entries(NamedTuple):
+    """Values at positions.
+
+    Attributes:
+        indices: ``[k]``, whole numbers, strictly increasing: positions in the flat leaf.
+        values: ``[k]``, or a payload of that shape; zeros are everywhere else.
+    """
+
+    indices: Any
+    values: Any
 
 
 class Payload:
@@ -76,13 +88,6 @@ class Payload:
         ops = backends.of(total)
         return total + ops.cast(self.decode(), ops.dtype_name(total))
 
-    def entries(self) -> tuple[Any, Any] | None:
-        """The values that are not zero, flat, and their distinct positions; None if all may be.
-
-        Positions are 64-bit whole numbers, and increase, if leaves are joined.
-        """
-        return None
-
     def subtracted_from(self, flat: Any) -> Any:
         """`flat`, which may be written to, less the decoded values."""
         ops = backends.of(flat)
@@ -121,6 +126,19 @@ class Payload:
     def at(self, places: Any) -> Payload | None:
         """A payload of its values at some places alone; None if they cannot be taken apart."""
         return None
+
+    def entries(self) -> Entries | None:
+        """Its values at positions that are sent; None for what is no such payload."""
+        return None
+
+    def plain(self) -> tuple[Any, Any]:
+        """The values in the smallest dtype of floats that has them exactly, flat.
+
+        Returns:
+            The values, and int16 ``[1]``, the exponent of two that they are to be multiplied by, or
+            None for what they are.
+        """
+        return self.decode(), None
 
     @property
     def grain(self) -> int | None:
@@ -174,6 +192,11 @@ def dense(value: Any) -> Any:
     return value.decode() if isinstance(value, Payload) else value
 
 
+def plain(value: Any) -> tuple[Any, Any]:
+    """As `Payload.plain`, of an array too."""
+    return value.plain() if isinstance(value, Payload) else (value, None)
+
+
 @register_payload
 class Joined(Payload):
     """Several leaves compressed as one: the flat leaves one after the other, in path order.
@@ -195,6 +218,10 @@ class Joined(Payload):
         """The joined payload with other values."""
         return Joined(self.payload.with_values(values), self.parts, self.shape, self.dtype)
 
+    def entries(self) -> Entries | None:
+        """Those of what is joined."""
+        return self.payload.entries()
+
     @property
     def grain(self) -> int | None:
         """That of what is joined."""
@@ -211,10 +238,6 @@ class Joined(Payload):
     def decode(self) -> Any:
         """All leaves, flat, one after the other."""
         return self.payload.decode()
-
-    def entries(self) -> tuple[Any, Any] | None:
-        """Those of what is joined."""
-        return self.payload.entries()
 
 
 class Parts:

@@ -321,6 +321,15 @@ class Exchange(Transformation):
     def check_local(self, leaves: Mapping[str, Array]) -> None:
         """Refuses gradients, by path, that are known not to be those of one rank alone."""
 
+    def describe(self, leaves: Sequence[Any], context: Context) -> list[str]:
+        """What may be said of the ways that leaves may take on so many ranks, as lines of text.
+
+        Args:
+            leaves: as they arrive, in the order of the layout.
+            context: of a step.
+        """
+        return []
+
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number, and how many ranks there are, for the arrays of a step."""
         raise NotImplementedError

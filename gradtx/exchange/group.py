@@ -1,4 +1,4 @@
-"""Who talks: a group of ranks, each with four collectives over flat tensors."""
+"""Who talks: a group of ranks, each with a few collectives over flat tensors."""
 
 from __future__ import annotations
 
@@ -54,15 +54,28 @@ class Group:
         return self._all_gather(message)
 
     @in_phase("transport")
-    def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         """What all ranks have for this one, in rank order.
 
         Args:
             parts: for each rank, what it gets: uint8 ``[n]``, where `n` may differ between those
-                that get it, but not between those that send it.
+                that get it.
+            lengths: for each rank, how much comes from it; by default as much as this one keeps for
+                itself from all.
         """
         self.sent += sum(part.numel() for i, part in enumerate(parts) if i != self.rank)
-        return self._all_to_all(parts)
+        return self._all_to_all(parts, lengths or [parts[self.rank].numel()] * self.size)
+
+    def gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """At rank 0, the messages of all ranks, in rank order; nothing elsewhere.
+
+        Args:
+            message: uint8 ``[n]``, the same `n` on all ranks.
+        """
+        self.sent += message.numel() if self.rank else 0
+        return self._gather(message)
 
     @in_phase("transport")
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -95,8 +108,13 @@ class Group:
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [message]
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
         return list(parts)
+
+    def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        return [message]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer
@@ -157,7 +175,7 @@ class ProcessGroup(Group):
         return [part.to(message.device) for part in received]
 
     def _in_pieces(self, nbytes: int) -> bool:
-        # Gloo's own gather and exchange leave two fifths of a link of 1 Gbit/s unused.
+        # Gloo's own gather leaves two fifths of a link of 1 Gbit/s unused, its exchange half of it.
         return self._backend == "gloo" and nbytes > _PIECE
 
     def _swap(self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
@@ -165,26 +183,33 @@ class ProcessGroup(Group):
         group, work = self._group, []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            for piece in received[source].split(_PIECE):
-                work.append(dist.irecv(piece, _global(group, source), group=group))
-            for piece in parts[to].split(_PIECE):
-                work.append(dist.isend(piece, _global(group, to), group=group))
+            work += [
+                dist.irecv(x, self._global(source), group=group) for x in _pieces(received[source])
+            ]
+            work += [dist.isend(x, self._global(to), group=group) for x in _pieces(parts[to])]
         for each in filter(None, work):
             each.wait()
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        length = parts[self.rank].numel()
-        if self._in_pieces(max(part.numel() for part in parts)):
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
+        if self._backend == "gloo":
             out = [self._here(part) for part in parts]
-            found = [torch.empty_like(out[self.rank]) for _ in parts]
+            found = [out[0].new_empty(length) for length in lengths]
             found[self.rank] = out[self.rank]
             self._swap(out, found)
             return [part.to(parts[0].device) for part in found]
         own = self._here(torch.cat(list(parts)))
-        received = own.new_empty(length * self.size)
-        lengths = [part.numel() for part in parts]
-        dist.all_to_all_single(received, own, [length] * self.size, lengths, group=self._group)
-        return list(received.to(parts[0].device).split(length)) if length else list(parts)
+        received = own.new_empty(sum(lengths))
+        given = [part.numel() for part in parts]
+        dist.all_to_all_single(received, own, list(lengths), given, group=self._group)
+        return list(received.to(parts[0].device).split(list(lengths)))
+
+    def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        own = self._here(message)
+        received = None if self.rank else [torch.empty_like(own) for _ in range(self.size)]
+        dist.gather(own, received, self._global(0), group=self._group)
+        return [part.to(message.device) for part in received or []]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
@@ -193,14 +218,17 @@ class ProcessGroup(Group):
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
-        group = self._group
-        dist.broadcast(own, _global(group, 0), group=group)
+        dist.broadcast(own, self._global(0), group=self._group)
         return own.to(buffer.device)
 
+    def _global(self, rank: int) -> int:
+        """What a rank of this group is called in the default group."""
+        group = self._group
+        return rank if group is None else dist.get_global_rank(group, rank)
 
-def _global(group: dist.ProcessGroup | None, rank: int) -> int:
-    """What a rank of a group is called in the whole world."""
-    return rank if group is None else dist.get_global_rank(group, rank)
+
+def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    return message.split(_PIECE) if message.numel() else ()
 
 
 def _timeout(group: Any) -> timedelta | None:
@@ -225,7 +253,7 @@ class Hub:
         self.size = size
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._rounds: dict[int, dict[int, torch.Tensor]] = {}
+        self._rounds: dict[int, dict[int, Any]] = {}
         self._next = [0] * size
         self._left: set[int] = set()
         self._siblings: list[Hub] = []
@@ -253,11 +281,22 @@ class Hub:
             TimeoutError: if a rank does not come within the time-out, or has ended.
             ValueError: if shapes or dtypes differ: real backends abort or give garbage there.
         """
+        parts = self.trade(rank, tensor)
+        if any((p.shape, p.dtype) != (tensor.shape, tensor.dtype) for p in parts):
+            raise ValueError(f"ranks sent tensors of different sizes: {[p.shape for p in parts]}")
+        return parts
+
+    def trade(self, rank: int, thing: Any) -> list[Any]:
+        """Hands in anything; gives what all ranks have handed in, in rank order.
+
+        Raises:
+            TimeoutError: if a rank does not come within the time-out, or has ended.
+        """
         with self._changed:
             number = self._next[rank]
             self._next[rank] += 1
             here = self._rounds.setdefault(number, {})
-            here[rank] = tensor
+            here[rank] = thing
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: len(here) == self.size or self._left - here.keys(), self._timeout
@@ -266,10 +305,7 @@ class Hub:
                 raise TimeoutError(f"rank {rank} waited for a rank that did not come")
             if all(position > number for position in self._next):
                 self._rounds.pop(number, None)
-        parts = [here[other] for other in range(self.size)]
-        if any((p.shape, p.dtype) != (tensor.shape, tensor.dtype) for p in parts):
-            raise ValueError(f"ranks sent tensors of different sizes: {[p.shape for p in parts]}")
-        return parts
+        return [here[other] for other in range(self.size)]
 
 
 class ThreadGroup(Group):
@@ -293,10 +329,19 @@ class ThreadGroup(Group):
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [part.clone() for part in self._hub.swap(self.rank, message.clone())]
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        lengths = [part.numel() for part in parts]
-        swapped = self._hub.swap(self.rank, torch.cat(list(parts)))
-        return [sent.split(lengths)[self.rank].clone() for sent in swapped]
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
+        swapped = self._hub.trade(self.rank, [part.clone() for part in parts])
+        received = [sent[self.rank].clone() for sent in swapped]
+        found = [part.numel() for part in received]
+        if found != list(lengths):
+            raise ValueError(f"ranks sent {found} bytes to rank {self.rank}, expected {lengths}")
+        return received
+
+    def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        parts = self._hub.swap(self.rank, message.clone())
+        return [] if self.rank else [part.clone() for part in parts]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         first, *rest = self._hub.swap(self.rank, buffer.clone())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,8 @@ from gradtx.exchange.handshake import share_error
 from gradtx.exchange.message import Packing
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
+from gradtx.exchange.root import Root
+from gradtx.exchange.sharded import Sharded
 from gradtx.exchange.sparse_sums import SparseSums
 from gradtx.exchange.two_shot import TwoShot, check_steps
 from gradtx.exchange.uneven import gather
@@ -29,6 +32,7 @@ def exchange(
     message: torch.Tensor | None,
     buffers: Sequence[torch.Tensor],
     shots: TwoShot,
+    sharded: Sharded,
     sparse: SparseSums,
 ) -> tuple[dict[int, torch.Tensor], Flags]:
     """Sends what goes out, and adds up what comes in.
@@ -40,7 +44,8 @@ def exchange(
         message: the gathered message, or None.
         buffers: the dense buffers.
         shots: the two-shot exchange of this step; its first shot is made here.
-        sparse: where sparse payloads are added up.
+        sharded: the sharded exchange of this step.
+        sparse: where sparse payloads that are gathered are added up.
 
     Returns:
         The sums over ranks, flat, by position of the leaf, without those that have owners or are
@@ -59,6 +64,11 @@ def exchange(
         told = shots.add_up()
         _stop_if_failed(group, told)
         flags = flags or told
+    if sharded.messages:
+        sums, told = sharded.add_up()
+        _stop_if_failed(group, told)
+        flags = flags or told
+        totals |= outgoing.parts_of(sums)
     for dtype, buffer in zip(outgoing.dense_places, buffers, strict=True):
         total = group.all_reduce(buffer)
         if flags is None:
@@ -78,37 +88,61 @@ def exchange(
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor, sparse: SparseSums
 ) -> tuple[dict[int, torch.Tensor], Flags]:
-    leaves = outgoing.sizes.leaves
+    leaves, root = outgoing.sizes.leaves, outgoing.through_root
 
     def nbytes(counts: Sequence[int]) -> int:
         return message_nbytes(leaves, outgoing.packing_of(counts).sizes)
 
-    received = []
-    for data, counts in gather(group, message, outgoing.counts, outgoing.rooms, nbytes):
-        packing = outgoing.packing_of(counts)
-        other, segments = decode_message(data, leaves, packing.sizes, header.fingerprint)
-        received.append((other, packing, segments))
-    headers = [other for other, _, _ in received]
+    received = gather(group, message, outgoing.counts, outgoing.rooms, nbytes, to_root=root)
+    if root:
+        shape = outgoing.gathered_lengths
+        step = Root(group, leaves, windowed=outgoing.sizes.windowed)
+        read = partial(_added, group, outgoing, header, received, None)
+        totals, flags = step.add_up(bool(received), read, shape, message.device)
+        _stop_if_failed(group, flags)
+        return totals, flags
+    headers, totals = _added(group, outgoing, header, received, sparse)
     flags = Flags.of(headers)
     _stop_if_failed(group, flags)
-    check_steps(header, headers, group.rank)
-    totals: dict[int, torch.Tensor] = {}
-    for first in range(0, len(received), _AT_ONCE):
-        _add_up(received[first : first + _AT_ONCE], outgoing, totals, sparse)
     return totals, flags
+
+
+def _added(
+    group: Group,
+    outgoing: Outgoing,
+    header: Header,
+    received: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
+    sparse: SparseSums | None,
+) -> tuple[list[Header], dict[int, torch.Tensor]]:
+    """The headers of all ranks; and the sums of their payloads, none if a rank has failed."""
+    found = []
+    for data, counts in received:
+        packing = outgoing.packing_of(counts)
+        other, segments = decode_message(
+            data, outgoing.sizes.leaves, packing.sizes, header.fingerprint
+        )
+        found.append((other, packing, segments))
+    headers = [other for other, _, _ in found]
+    totals: dict[int, torch.Tensor] = {}
+    if any(other.error for other in headers):
+        return headers, totals
+    check_steps(header, headers, group.rank)
+    for first in range(0, len(found), _AT_ONCE):
+        _add_up(found[first : first + _AT_ONCE], outgoing, totals, sparse)
+    return headers, totals
 
 
 def _add_up(
     received: Sequence[tuple[Header, Packing, list[torch.Tensor]]],
     outgoing: Outgoing,
     totals: dict[int, torch.Tensor],
-    sparse: SparseSums,
+    sparse: SparseSums | None,
 ) -> None:
     """Adds the messages of some ranks to the sums, leaf by leaf: what is added to stays cached."""
     absent = [outgoing.absent_in(header) for header, _, _ in received]
     found = zip(*(packing.decode(segments) for _, packing, segments in received), strict=True)
     for [place, *_], payloads in zip(outgoing.places, found, strict=True):
-        if not sparse.add(payloads, place, absent):
+        if sparse is None or not sparse.add(payloads, place, absent):
             for payload, gone in zip(payloads, absent, strict=True):
                 add_payload(totals, payload, outgoing, place, gone.__contains__)
 
@@ -116,3 +150,4 @@ def _add_up(
 def _stop_if_failed(group: Group, flags: Flags) -> None:
     if flags.errors:
         share_error(group, "")
+        raise RankMismatchError(f"{flags.errors} ranks say that they failed, and none says why")

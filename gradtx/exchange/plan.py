@@ -1,44 +1,38 @@
 """How each leaf travels in a step.
 
 A payload is gathered by all ranks, or goes to owners that add up runs of it and send the sums on in
-its format, or is decoded and summed densely; of some, a summand is summed. It follows from shapes
-and hyperparameters, so all ranks come to the same plan.
+its format, or its values to the owners of their positions, or it is decoded and summed densely; of
+some, a summand is summed. It follows from shapes and hyperparameters, so all ranks come to the same
+plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import optree
-
 from gradtx import backends
-from gradtx.backends.registry import NAMESPACE
 from gradtx.core.cast import encode_narrow
 from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
 from gradtx.core.phases import in_phase
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
-from gradtx.wire import message_nbytes
+from gradtx.exchange.choice import (
+    TO_ALL,
+    Alternative,
+    Choice,
+    NBytes,
+    Ways,
+    forms_of,
+    remembered,
+)
+from gradtx.exchange.cost import Link
 
-ALGORITHMS = ("auto", "gather", "two_shot")
-_ITEMSIZE = {"float32": 4, "float64": 8}
+ON_A_MESH = ("auto", "gather", "two_shot")
+FOR_TENSORS = ("sharded", "root")
+ALGORITHMS = (*ON_A_MESH, *FOR_TENSORS)
 _NARROW = ("float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which payloads do not travel densely, by position.
-
-    Attributes:
-        shared: those that go to owners.
-        gathered: those that go to all ranks.
-    """
-
-    shared: frozenset[int]
-    gathered: frozenset[int]
 
 
 class Plan:
@@ -52,6 +46,8 @@ class Plan:
         nbytes: what some payloads take on the wire together, in bytes, without header.
         overhead: what gathering takes besides.
         choices: those made in earlier steps, for leaves of what form; added to.
+        link: what ``"auto"`` takes the least time on; None for the fewest bytes.
+        density: the share of sums that owners of positions send on; None for all.
 
     Attributes:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
@@ -60,9 +56,14 @@ class Plan:
         shared: by position, in path order, those that owners add up. Among both are `Narrow`
             payloads of 16-bit leaves that nothing has compressed.
         shared_places: for each of them, the positions of its leaves.
+        scattered: by position, in path order, those whose values go to the owners of positions.
+        scattered_places: for each of them, the positions of its leaves.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
         parts: by position, in path order, what is summed.
+        choice: which payloads go where.
+        compared: gives what each algorithm would put on the links, and what may be put there.
+        through_root: whether what is gathered goes to rank 0, which sends the sums on.
     """
 
     def __init__(
@@ -71,12 +72,13 @@ class Plan:
         context: Context,
         size: int,
         algorithm: str,
-        nbytes: Callable[[Sequence[Payload]], int],
-        overhead: Callable[[Sequence[Payload]], int],
+        nbytes: NBytes,
+        overhead: NBytes,
         choices: MutableMapping[Any, tuple[Any, Choice]] | None = None,
+        link: Link | None = None,
+        density: float | None = None,
     ) -> None:
         self.layout = context.layout
-        self._size, self._algorithm = size, algorithm
         order = context.layout.by_path
         self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
         self.found: dict[int, Payload] = {
@@ -85,20 +87,38 @@ class Plan:
             if isinstance(leaves[i], Payload) and not isinstance(leaves[i], Member)
         }
         self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
-        payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
+        compressed = {i: payload for i, payload in self.found.items() if not payload.summed}
+        narrow: dict[int, Payload] = {}
         # The sum of a window is of more bits than its gradients were.
-        if size > 1 and algorithm != "gather" and not context.windowed:
-            payloads |= self._narrow(leaves)
-            payloads = {i: payloads[i] for i in order if i in payloads}
-        choose = partial(self._chosen, payloads, nbytes, overhead)
+        if size > 1 and algorithm not in TO_ALL and not context.windowed:
+            narrow = self._narrow(leaves)
+
+        def ways() -> Ways:
+            known = self._lengths(leaves, narrow)
+            return Ways(size, len(leaves), *known, nbytes, overhead, context.windowed, density)
+
+        self.compared: Callable[[], tuple[list[Alternative], float]] = lambda: ways().compared(
+            compressed, narrow
+        )
+        both = compressed | narrow
+        both = {i: both[i] for i in order if i in both}
+
+        def choose() -> Choice:
+            if algorithm == "auto" and link is not None:
+                return ways().fastest(compressed, narrow, link)
+            return ways().by(algorithm, both)
+
         key = (context.code, self.layout.fingerprint, size, algorithm, context.windowed)
-        choice = choose() if choices is None else _remembered(choices, key, _forms(leaves), choose)
-        self.shared = {i: p for i, p in payloads.items() if i in choice.shared}
-        payloads = {i: p for i, p in payloads.items() if i in choice.gathered}
-        self.payloads = list(payloads.values())
-        self.places = [_places(i, payload) for i, payload in payloads.items()]
+        choice = choose() if choices is None else remembered(choices, key, forms_of(leaves), choose)
+        self.choice, self.through_root = choice, choice.root
+        self.shared = {i: p for i, p in both.items() if i in choice.shared}
+        self.scattered = {i: p for i, p in both.items() if i in choice.scattered}
+        gathered = {i: p for i, p in both.items() if i in choice.gathered}
+        self.payloads = list(gathered.values())
+        self.places = [_places(i, payload) for i, payload in gathered.items()]
         self.shared_places = [_places(i, payload) for i, payload in self.shared.items()]
-        moved = [*self.places, *self.shared_places, self.summed]
+        self.scattered_places = [_places(i, payload) for i, payload in self.scattered.items()]
+        moved = [*self.places, *self.shared_places, *self.scattered_places, self.summed]
         elsewhere = {i for places in moved for i in places}
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
@@ -109,24 +129,6 @@ class Plan:
         summands = {i: payload.summand() for i, payload in self.summed.items()}
         summed: dict[int, Any] = dense | summands
         self.parts: dict[int, Array] = {i: summed[i] for i in order if summed.get(i) is not None}
-
-    def _chosen(
-        self,
-        payloads: dict[int, Payload],
-        nbytes: Callable[[Sequence[Payload]], int],
-        overhead: Callable[[Sequence[Payload]], int],
-    ) -> Choice:
-        size, algorithm = self._size, self._algorithm
-        able = algorithm != "gather" and size > 1
-        shared = {i: p for i, p in payloads.items() if able and p.grain is not None and p.size}
-        dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
-        if algorithm == "auto":
-            header = message_nbytes(len(self.layout.leaves), [])
-            shared = _worth_sharing(shared, dense_nbytes, size, nbytes, header)
-        rest = {i: payload for i, payload in payloads.items() if i not in shared}
-        if algorithm == "auto":
-            rest = _worth_it(rest, dense_nbytes, size, nbytes, overhead)
-        return Choice(frozenset(shared), frozenset(rest))
 
     def _narrow(self, leaves: Sequence[Any]) -> dict[int, Payload]:
         """The 16-bit leaves that nothing has compressed, those of a dtype joined, in that dtype."""
@@ -147,9 +149,26 @@ class Plan:
             out[places[0]] = Joined(joined, parts, joined.shape, joined.dtype)
         return out
 
-    def _dense_nbytes(self, position: int, payload: Payload) -> int:
-        leaves = [self.layout.leaves[i] for i in _places(position, payload)]
-        return sum(x.size * _ITEMSIZE[accumulation_dtype(x.dtype or "float32")] for x in leaves)
+    def _lengths(
+        self, leaves: Sequence[Any], narrow: Mapping[int, Payload]
+    ) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
+        """How many values each payload stands for, and how many are summed besides, by dtype."""
+        payloads = {i: p for i, p in self.found.items() if not p.summed} | dict(narrow)
+        lengths: dict[int, dict[str, int]] = {}
+        rest: dict[str, int] = {}
+        elsewhere: set[int] = set()
+        for i, payload in payloads.items():
+            lengths[i] = {}
+            for j in _places(i, payload):
+                elsewhere.add(j)
+                kind, length = self.dtype(j), self.layout.leaves[j].size
+                lengths[i][kind] = lengths[i].get(kind, 0) + length
+        for i, leaf in enumerate(leaves):
+            if i in self.summed:
+                leaf = self.summed[i].summand()
+            if i not in elsewhere and backends.is_array(leaf):
+                rest[self.dtype(i)] = rest.get(self.dtype(i), 0) + backends.size(leaf)
+        return lengths, dict(sorted(rest.items()))
 
     @cached_property
     def dense_places(self) -> dict[str, list[int]]:
@@ -157,9 +176,17 @@ class Plan:
         places: dict[str, list[int]] = {}
         for i in self.parts:
             places.setdefault(self.dtype(i), []).append(i)
-        if not places and not self.payloads and not self.shared:
+        if not (places or self.payloads or self.shared or self.scattered):
             places["float32"] = []
         return dict(sorted(places.items()))
+
+    @property
+    def gathered_lengths(self) -> dict[str, dict[int, int]]:
+        """For the dtypes that sums are made in, the lengths of the leaves gathered, by position."""
+        out: dict[str, dict[int, int]] = {"float32": {}, "float64": {}}
+        for i in (i for places in self.places for i in places):
+            out[self.dtype(i)][i] = self.layout.leaves[i].size
+        return out
 
     def dtype(self, position: int) -> str:
         """The dtype that a leaf is summed in."""
@@ -182,6 +209,12 @@ class Plan:
         found = [_split(self.shared[i], i, flat) for i, flat in sent_on.items()]
         return {i: part for parts in found for i, part in parts.items()}
 
+    def parts_of(self, sums: Mapping[int, Array]) -> dict[int, Array]:
+        """What owners of positions say of payloads, flat, by position, for each of their leaves."""
+        found = [_split(self.scattered[i], i, flat) for i, flat in sums.items()]
+        parts = {i: part for own in found for i, part in own.items()}
+        return {i: backends.of(x).cast(x, self.dtype(i)) for i, x in parts.items()}
+
     def late(self, summed: Mapping[int, Payload]) -> dict[int, Payload]:
         """Of the payloads that are summed, at their end, those whose values are known only now."""
         return {i: payload for i, payload in summed.items() if self.summed[i].late}
@@ -193,26 +226,6 @@ class Plan:
             None if leaf is None else _reshaped(results[i], spec.shape or ())
             for i, (leaf, spec) in enumerate(zip(leaves, self.layout.leaves, strict=True))
         ]
-
-
-def _forms(leaves: Sequence[Any]) -> tuple[Any, Any]:
-    """What is the same in all steps whose leaves take the same way."""
-    given: Any = list(leaves)
-    arrays, treespec = optree.tree_flatten(given, namespace=NAMESPACE)
-    return treespec, [(x.shape, x.dtype) for x in arrays]
-
-
-def _remembered(
-    choices: MutableMapping[Any, tuple[Any, Choice]],
-    key: Any,
-    forms: Any,
-    choose: Callable[[], Choice],
-) -> Choice:
-    """The choice of the last step, unless the leaves have other forms in this one."""
-    known = choices.get(key)
-    if known is None or known[0] != forms:
-        known = choices[key] = forms, choose()
-    return known[1]
 
 
 def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
@@ -336,59 +349,6 @@ def results_of(
 def divisor_of(size: int, op: str) -> int:
     """What sums over ranks are divided by."""
     return size if op == "mean" else 1
-
-
-def shard_length(payload: Payload, size: int) -> int:
-    """How many values each rank owns if it is cut in equal parts, at multiples of the grain."""
-    grain = payload.grain or 1
-    return -(-payload.size // (size * grain)) * grain
-
-
-def _worth_sharing(
-    payloads: dict[int, Payload],
-    dense_nbytes: dict[int, int],
-    size: int,
-    nbytes: Callable[[Sequence[Payload]], int],
-    header: int,
-) -> dict[int, Payload]:
-    """The payloads to share out among owners: those that cost less than otherwise.
-
-    That puts ``2 (N - 1)`` equal parts on the link. Both backends come to the same here, whatever
-    their headers: the sum of what is shared out is rounded, that of what is not is not.
-    """
-    part = {i: _part_nbytes(payload, size, nbytes) for i, payload in payloads.items()}
-    chosen = {
-        i: payload
-        for i, payload in payloads.items()
-        if 2 * size * part[i] < min(size * nbytes([payload]), 2 * dense_nbytes[i])
-    }
-    taken = 2 * size * (sum(part[i] for i in chosen) + header)
-    return chosen if taken < sum(2 * dense_nbytes[i] for i in chosen) else {}
-
-
-def _part_nbytes(payload: Payload, size: int, nbytes: Callable[[Sequence[Payload]], int]) -> float:
-    length = shard_length(payload, size)
-    stop = min(length, payload.size)
-    return nbytes([payload.cut(0, stop)]) * length / stop
-
-
-def _worth_it(
-    payloads: dict[int, Payload],
-    dense_nbytes: dict[int, int],
-    size: int,
-    nbytes: Callable[[Sequence[Payload]], int],
-    overhead: Callable[[Sequence[Payload]], int],
-) -> dict[int, Payload]:
-    """The payloads to gather: those that cost less than a dense all-reduce.
-
-    Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
-    times the dense leaf.
-    """
-    ranks = max(size, 2)
-    cheaper = {i: p for i, p in payloads.items() if ranks * nbytes([p]) < 2 * dense_nbytes[i]}
-    chosen = list(cheaper.values())
-    saved = sum(2 * dense_nbytes[i] for i in cheaper)
-    return cheaper if ranks * (nbytes(chosen) + overhead(chosen)) < saved else {}
 
 
 def _places(position: int, payload: Payload) -> list[int]:

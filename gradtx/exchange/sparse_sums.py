@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradtx.backends.torch_ops import split
-from gradtx.core.payload import Joined, Parts, Payload
+from gradtx.core.payload import Joined, Parts, Payload, dense
 from gradtx.core.transformation import Context
 from gradtx.exchange.plan import Plan
 
@@ -76,23 +76,24 @@ class SparseSums:
             entries = payload.entries()
             if entries is None:
                 return False
+            places, values = entries.indices, dense(entries.values)
             if not isinstance(payload, Joined):
-                self._add(position, *entries, gone)
+                self._add(position, values, places, gone)
                 continue
-            pieces = _by_leaf(payload.parts, *entries)
+            pieces = _by_leaf(payload.parts, values, places)
             if not self._of_small(payload.parts):
-                for i, _, values, places in pieces:
-                    self._add(i, values, places, gone)
+                for i, _, own, there in pieces:
+                    self._add(i, own, there, gone)
                 continue
             if position not in self._sums:
                 dtype = getattr(torch, self._dtype(position))
-                self._sums[position] = _Sum(entries[0].new_zeros(payload.size, dtype=dtype))
+                self._sums[position] = _Sum(values.new_zeros(payload.size, dtype=dtype))
                 self._parts[position] = payload.parts
-            there = [entries]
+            kept = [(values, places)]
             if gone:
-                there = [(x, places + start) for i, start, x, places in pieces if i not in gone]
-            for values, places in there:
-                self._sums[position].add(values, places)
+                kept = [(own, there + start) for i, start, own, there in pieces if i not in gone]
+            for own, there in kept:
+                self._sums[position].add(own, there)
         return True
 
     def _of_small(self, parts: Parts) -> bool:

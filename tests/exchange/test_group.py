@@ -30,6 +30,11 @@ def collectives(rank):
     note("all_gather", [part.tolist() for part in group.all_gather(message)])
     parts = [torch.full((i + 1,), 10 * rank + i, dtype=torch.uint8) for i in range(group.size)]
     note("all_to_all", [part.tolist() for part in group.all_to_all(parts)])
+    note("gather", [part.tolist() for part in group.gather(message)])
+    # Of every length, none among them, from rank `i` to rank `j`: `i * j`.
+    parts = [torch.full((rank * i,), 10 * rank + i, dtype=torch.uint8) for i in range(group.size)]
+    lengths = [i * rank for i in range(group.size)]
+    note("uneven", [part.tolist() for part in group.all_to_all(parts, lengths)])
     for dtype in REDUCED:
         buffer = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, 8.0], dtype=dtype) * (rank + 1)
         note(f"all_reduce {dtype}", group.all_reduce(buffer).tolist())
@@ -77,6 +82,23 @@ def test_large_messages_arrive_whole(size):
         for rank in range(size)
     ]
     assert gloo_ranks(size, large) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gather_gives_rank_0_all_messages(kind, size):
+    expected = [[10 * rank + i for i in range(7)] for rank in range(size)]
+    assert [facts["gather"] for facts in facts_of(kind, size)] == [expected, *[[]] * (size - 1)]
+    assert [facts["sent gather"] for facts in facts_of(kind, size)] == [0, *[7] * (size - 1)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_to_all_takes_other_lengths_from_each_rank(kind, size):
+    expected = [[[10 * i + rank] * (i * rank) for i in range(size)] for rank in range(size)]
+    assert [facts["uneven"] for facts in facts_of(kind, size)] == expected
+    sent = [facts["sent uneven"] for facts in facts_of(kind, size)]
+    assert sent == [sum(rank * i for i in range(size) if i != rank) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", SIZES)

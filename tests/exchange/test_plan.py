@@ -6,7 +6,7 @@ import torch
 import gradtx as gx
 from gradtx.core.transformation import Context
 from gradtx.core.tree import flatten, layout_of
-from gradtx.exchange import plan
+from gradtx.exchange import choice
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.testing import run_ranks
 
@@ -19,14 +19,14 @@ def leaves_of(compressor, shapes, dtype=torch.float32):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """How often it has been decided what is worth gathering."""
-    calls, decide = [], plan._worth_it
+    """How often it has been decided which way leaves go."""
+    calls, decide = [], choice.Ways.by
 
     def counting(*arguments):
         calls.append(1)
         return decide(*arguments)
 
-    monkeypatch.setattr(plan, "_worth_it", counting)
+    monkeypatch.setattr(choice.Ways, "by", counting)
     return calls
 
 
