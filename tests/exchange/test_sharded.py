@@ -191,6 +191,23 @@ def test_any_supports_on_any_ranks(rows, split):
         assert all(map(torch.equal, out, other))
 
 
+@pytest.mark.parametrize("density", [None, 0.01])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_all_that_all_ranks_have_is_one_ranks(size, density):
+    """And fewer values than there are ranks, at times."""
+    owner, _ = Owners(500, size).find(torch.arange(500))
+    exchange = gx.allreduce(op="sum", algorithm="sharded", density=density)
+    for count in (1, 3, 60):
+        row = torch.zeros(500)
+        row[(owner == size - 1).nonzero().view(-1)[:count]] = 2.0
+        found = run(gx.chain(*ALL, exchange), lambda i, step, row=row: [row], size)
+        left = sum(state.residual[0] for _, state, _ in found)
+        kept = min(count, max(1, round(0.01 * 500 / size))) if density else count
+        for [[out]], _, _ in found:
+            assert torch.equal(out + left, size * row)
+            assert int(out.count_nonzero()) == kept
+
+
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("name", ["topk", "joined", "fp16", "threshold", "signs"])
 def test_it_keeps_the_laws(name, op):
