@@ -138,6 +138,16 @@ def scatter_add(total: Array, values: Array, indices: Array) -> Array:
     return scatter(values, indices, total.shape[-1]) + total
 
 
+def signed(bits: Array, n: int, scale: Array) -> Array:
+    """``[n]``: `scale`, ``[1]``, where a packed bit is set, and its negative elsewhere."""
+    return jnp.where(unpack_bits(bits, n), scale, -scale)
+
+
+def add_in_place(total: Array, x: Array) -> Array:
+    """``total + x``."""
+    return total + x
+
+
 def mean_magnitude(x: Array) -> Array:
     """The mean of ``|x|`` over the last axis; zero for an empty one."""
     if x.shape[-1] == 0:
