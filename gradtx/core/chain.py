@@ -189,6 +189,10 @@ class Chain(Transformation):
         # The layout refuses what it does not know, inside the step, where the others are told.
         return updates
 
+    def _like(self, out: PyTree, updates: PyTree) -> PyTree:
+        # The step has seen to it.
+        return out
+
     def _step(
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ChainState]:

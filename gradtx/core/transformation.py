@@ -271,7 +271,11 @@ class Transformation:
             return self._alone.update(updates, state, params, **extra)
         with backends.within(updates, state):
             out, state = self.step(self._checked(updates), state, unboxed(params), **extra)
-        return cast_like(arranged_like(out, updates), updates), state
+        return self._like(out, updates), state
+
+    def _like(self, out: PyTree, updates: PyTree) -> PyTree:
+        """What comes out in the structure and dtypes of what went in."""
+        return cast_like(arranged_like(out, updates), updates)
 
     def _checked(self, updates: PyTree) -> PyTree:
         return checked(updates)

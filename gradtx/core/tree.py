@@ -148,7 +148,10 @@ def leaves_like(tree: PyTree, reference: PyTree) -> list[Any]:
 
 def arranged_like(tree: PyTree, reference: PyTree) -> PyTree:
     """The leaves of `tree` in the structure of `reference`, matched by path."""
-    return unflatten(flatten(reference)[1], leaves_like(tree, reference))
+    wanted = flatten(reference)[1]
+    if flatten(tree)[1] == wanted:
+        return tree
+    return unflatten(wanted, leaves_like(tree, reference))
 
 
 def reorder(found: Mapping[str, Any], paths: Sequence[str]) -> list[Any]:
