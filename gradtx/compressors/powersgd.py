@@ -28,11 +28,18 @@ class LowRank(Payload):
     children = ("left", "right")
     left: Array
     right: Array
+    _product: Array = None
 
     @in_phase("decode")
     def decode(self) -> Array:
         """The product, flat."""
-        return backends.of(self.left).ravel(self.left @ self.right.T)
+        ops = backends.of(self.left)
+        if self._product is not None:
+            return self._product
+        product = ops.ravel(self.left @ self.right.T)
+        if not ops.TRACES:
+            self._product = product  # Wanted twice: for the result, and for what is left.
+        return product
 
 
 @register_payload
@@ -53,6 +60,10 @@ class RowRound(Payload):
     def decode(self) -> Array:
         """Zeros: nothing has been sent yet."""
         return _nothing_yet(self.matrix)
+
+    def subtracted_from(self, flat: Array) -> Array:
+        """All of it."""
+        return flat
 
     @in_phase("select")
     def summand(self) -> Array:
@@ -98,6 +109,10 @@ class ColumnRound(Payload):
     def decode(self) -> Array:
         """Zeros: nothing is agreed yet."""
         return _nothing_yet(self.matrix)
+
+    def subtracted_from(self, flat: Array) -> Array:
+        """All of it."""
+        return flat
 
     @in_phase("select")
     def summand(self) -> Array:

@@ -336,10 +336,11 @@ def results_of(
         factor: what the results are multiplied by: 0-d; None for one.
     """
     divisor = divisor_of(size, op)
-    results = {i: total / divisor for i, total in totals.items()}
+    results = {i: total if divisor == 1 else total / divisor for i, total in totals.items()}
     for i, payload in summed.items():
         mean = payload.decode()
-        results[i] = backends.of(mean).cast(mean, plan.dtype(i)) * (size // divisor)
+        result = backends.of(mean).cast(mean, plan.dtype(i))
+        results[i] = result if size == divisor else result * size
     if factor is not None:
         results = {i: result * factor for i, result in results.items()}
     for i, payload in plan.found.items():
