@@ -162,6 +162,7 @@ class Chain(Transformation):
             for part in self.core
         )
         self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
+        self._joins = _ends_in_feedback(self.stages)
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
@@ -261,6 +262,7 @@ class Chain(Transformation):
             self.shared_code,
             alone=self.exchange is None,
             windowed=self._windowed,
+            joins=self._joins,
         )
 
     def _may_vary(self, state: Any) -> bool:
@@ -391,6 +393,15 @@ def arriving(
             return arriving(part.parts, updates, state.inner_states, extra)
         updates, _ = part.step(updates, state, None, **extra)
     return updates
+
+
+def _ends_in_feedback(stages: Sequence[Stage]) -> bool:
+    """Whether the exchange gets what a single error feedback makes, and nothing comes between."""
+    kinds = [stage.kind for stage in stages if stage.kind is not Kind.DELAY]
+    if Kind.EXCHANGE not in kinds:
+        return False
+    before = kinds[: kinds.index(Kind.EXCHANGE)]
+    return before.count(Kind.FEEDBACK) == 1 and before[-1] is Kind.FEEDBACK
 
 
 def _exchange_in(parts: Sequence[Transformation]) -> Exchange | None:
