@@ -132,7 +132,10 @@ def test_they_are_one_payload():
         (gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce()), True),
         (gx.chain(gx.accumulate(2), gx.topk(0.1), gx.ef(), gx.allreduce(), gx.scale(2.0)), True),
         (gx.chain(gx.topk(0.1), gx.ef(), gx.delayed(steps=1), gx.allreduce()), True),
-        (gx.chain(gx.topk(0.1), gx.ef(), gx.cast(feedback=False), gx.allreduce()), False),
+        (
+            gx.chain(gx.topk(0.1), gx.ef(), gx.cast("float16", feedback=False), gx.allreduce()),
+            False,
+        ),
         (gx.chain(gx.topk(0.1), gx.ef()), False),
     ],
     ids=str,
