@@ -381,7 +381,10 @@ class Pipeline:
 
     @property
     def state(self) -> Any:
-        """The chain's state, a pytree."""
+        """The chain's state, a pytree; its buffers are used again by steps that follow.
+
+        `state_dict` copies them.
+        """
         return self._engine.state
 
     def _check_scaler(self) -> None:

@@ -14,7 +14,8 @@ class Pool:
     """Gives out buffers, and takes back those that are held no more.
 
     A new array of many megabytes costs more than what is written to it: the operating system hands
-    out its pages one by one, filled with zeros.
+    out its pages one by one, filled with zeros. Accelerators have pools of their own, which others
+    draw from too: there it gives out new arrays.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Pool:
 
     def sum(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """``x + y``, of one shape and dtype, in a buffer of its own, in C order."""
-        if x.numel() < _LEAST:
+        if x.numel() < _LEAST or x.device.type != "cpu":
             return (x + y).contiguous()
         free = self._free.get(_kind(x))
         out = free.pop() if free else x.new_empty(x.shape)

@@ -162,6 +162,9 @@ class Chain(Transformation):
             for part in self.core
         )
         self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
+        self._joins = _ends_in_feedback(self.stages)
+        # A state behind the exchange may keep its results: the next gradients must not reach them.
+        self._overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
@@ -265,6 +268,7 @@ class Chain(Transformation):
             self.shared_code,
             alone=self.exchange is None,
             windowed=self._windowed,
+            joins=self._joins,
         )
 
     def _may_vary(self, state: Any) -> bool:
@@ -290,7 +294,7 @@ class Chain(Transformation):
         with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
-            if pool is not None:
+            if pool is not None and self._overwrites:
                 context = replace(context, over=leaves)
             if exchange is not None and exchange.one_program:
                 paths = (spec.path for spec in layout.leaves)
@@ -395,6 +399,20 @@ def arriving(
             return arriving(part.parts, updates, state.inner_states, extra)
         updates, _ = part.step(updates, state, None, **extra)
     return updates
+
+
+def _ends_in_feedback(stages: Sequence[Stage]) -> bool:
+    """Whether the exchange gets what a single error feedback makes, and nothing comes between."""
+    kinds = [stage.kind for stage in stages if stage.kind is not Kind.DELAY]
+    if Kind.EXCHANGE not in kinds:
+        return False
+    before = kinds[: kinds.index(Kind.EXCHANGE)]
+    return before.count(Kind.FEEDBACK) == 1 and before[-1] is Kind.FEEDBACK
+
+
+def _behind_exchange(stages: Sequence[Stage]) -> Sequence[Stage]:
+    kinds = [stage.kind for stage in stages]
+    return stages[kinds.index(Kind.EXCHANGE) + 1 :] if Kind.EXCHANGE in kinds else ()
 
 
 def _exchange_in(parts: Sequence[Transformation]) -> Exchange | None:

@@ -467,7 +467,7 @@ def _joined(
     """
     sent: list[Any] = [None] * len(leaves)
     left: list[Any] = [None] * len(leaves)
-    if context is None or context.alone or len(parts) > 1 or parts[0].encode_joined is None:
+    if context is None or not context.joins or len(parts) > 1 or parts[0].encode_joined is None:
         return sent, left
     specs = context.layout.leaves
     places = [

@@ -105,6 +105,8 @@ class Context:
         windowed: whether ranks may bring unequal shares to the exchange.
         share: what this rank brings, where that is so and the exchange is to come.
         over: the gradients, where results may be written over them; empty where not.
+        joins: whether what error feedback sends arrives at the exchange as it is, so that several
+            leaves may be one payload.
         pool: where the buffers of residuals come from, if the state has an owner that looks after
             them; None for new ones.
         progress: how far the step has come.
@@ -120,6 +122,7 @@ class Context:
     windowed: bool = False
     share: Share | None = field(default=None, compare=False)
     over: Sequence[Any] = field(default=(), compare=False)
+    joins: bool = False
     pool: Any = field(default=None, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
 

@@ -22,6 +22,7 @@ import torch.distributed.nn
 from gradtx.core.phases import in_phase
 
 _PIECE = 1 << 20  # bytes
+_TAG = 0x67780000  # of pieces, so that they are not taken for what a user sends and receives
 
 
 class Group:
@@ -68,6 +69,7 @@ class Group:
         self.sent += sum(part.numel() for i, part in enumerate(parts) if i != self.rank)
         return self._all_to_all(parts, lengths or [parts[self.rank].numel()] * self.size)
 
+    @in_phase("transport")
     def gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         """At rank 0, the messages of all ranks, in rank order; nothing elsewhere.
 
@@ -184,9 +186,12 @@ class ProcessGroup(Group):
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             work += [
-                dist.irecv(x, self._global(source), group=group) for x in _pieces(received[source])
+                dist.irecv(x, self._global(source), group=group, tag=_TAG)
+                for x in _pieces(received[source])
             ]
-            work += [dist.isend(x, self._global(to), group=group) for x in _pieces(parts[to])]
+            work += [
+                dist.isend(x, self._global(to), group=group, tag=_TAG) for x in _pieces(parts[to])
+            ]
         for each in filter(None, work):
             each.wait()
 

@@ -1,3 +1,5 @@
+from weakref import ref
+
 import torch
 
 import gradtx as gx
@@ -40,6 +42,12 @@ def test_what_is_held_no_more_is_used_again_for_the_same_shape_and_dtype():
     others = (torch.ones(SIZE + 1), torch.ones(SIZE).double(), torch.ones(2, SIZE // 2))
     assert all(pool.sum(x, x).data_ptr() != first for x in others)
     assert pool.sum(ones, ones).data_ptr() == first
+
+
+def test_on_accelerators_nothing_is_kept_between_steps():
+    pool, x = Pool(), torch.ones(SIZE, device="meta")
+    given = ref(pool.sum(x, x))
+    assert given() is None
 
 
 def test_pipeline_keeps_two_residuals_and_no_more():

@@ -119,11 +119,45 @@ def test_shapes_and_dtypes_stay():
 def test_they_are_one_payload():
     params = {f"{i:02}": torch.randn(8, 8) for i in range(20)}
     feedback = gx.error_feedback(gx.topk(0.1))
-    context = Context(layout_of(params), "")
+    context = Context(layout_of(params), "", joins=True)
     payloads, _ = feedback.step(params, feedback.init(params), context=context)
     joined = payloads["00"]
     assert isinstance(joined, Joined)
     assert joined.payload.indices.numel() == 20 * round(0.1 * 64)
+
+
+@pytest.mark.parametrize(
+    ("chain", "joins"),
+    [
+        (gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce()), True),
+        (gx.chain(gx.accumulate(2), gx.topk(0.1), gx.ef(), gx.allreduce(), gx.scale(2.0)), True),
+        (gx.chain(gx.topk(0.1), gx.ef(), gx.delayed(steps=1), gx.allreduce()), True),
+        (
+            gx.chain(gx.topk(0.1), gx.ef(), gx.cast("float16", feedback=False), gx.allreduce()),
+            False,
+        ),
+        (gx.chain(gx.topk(0.1), gx.ef()), False),
+    ],
+    ids=str,
+)
+def test_they_are_joined_where_the_exchange_gets_them_as_they_are(chain, joins):
+    assert chain.context(chain.init({"w": torch.zeros(2)})).joins is joins
+
+
+@pytest.mark.parametrize(
+    "last",
+    [gx.topk(0.5, feedback=False), gx.cast("float16", feedback=False)],
+    ids=str,
+)
+def test_what_follows_still_treats_each_leaf_on_its_own(last):
+    tx = gx.chain(gx.topk(0.5), gx.ef(), last, gx.allreduce(algorithm="gather"))
+    # Of magnitudes so far apart that none of the last leaf's would be left beside the first's.
+    gradients = {f"{i:02}": torch.arange(1.0, 5) * 10.0 ** (-i / 2) for i in range(24)}
+    together, _ = tx.update(gradients, tx.init(gradients))
+    for name, gradient in gradients.items():
+        alone = {name: gradient}
+        updates, _ = tx.update(alone, tx.init(alone))
+        assert torch.equal(together[name], updates[name]), name
 
 
 @pytest.mark.parametrize(

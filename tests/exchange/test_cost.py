@@ -177,6 +177,14 @@ class TestFastest:
         tx = gx.chain(gx.unscale(), *parts, gx.allreduce(link=LINKS[link]))
         check_laws(tx, ranks=(2, 4), params=params)
 
+    @pytest.mark.parametrize("n", [100, 1654, 100_000])
+    def test_narrow_leaves_that_take_more_than_in_full_width_are_dense(self, n):
+        leaves = [torch.zeros(n, dtype=torch.bfloat16)]
+        plan = Outgoing(leaves, Context(layout_of(leaves), ""), 64, "auto", link=gx.Link())
+        rows, limit = plan.compared()
+        assert next(x.traffic.sent for x in rows if x.choice == plan.choice) <= limit
+        assert bool(plan.shared) == (n == 100_000)
+
     def test_ways_that_are_no_ones_are_not_chosen(self):
         """Through a root only if that is the fastest, and not more bytes: with two ranks, never."""
         link = gx.Link(1.0, 1e12)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 import gradtx as gx
+from gradtx.core.phases import PhaseClock
 from gradtx.exchange.group import Group, ProcessGroup, ThreadGroup, default_group, find_group
 from gradtx.testing import run_ranks
 from ranks import gloo_ranks
@@ -273,6 +274,35 @@ def init(tmp_path):
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def beside_a_receive(rank):
+    """A large gather while a user waits for a tensor of its own."""
+    group, mine = find_group(), torch.zeros(4)
+    pending = dist.irecv(mine, src=1 - rank)
+    received = group.all_gather(torch.full((3 << 20,), rank, dtype=torch.uint8))
+    dist.send(torch.full((4,), 7.0 + rank), dst=1 - rank)
+    pending.wait()
+    return [int(part.float().mean()) for part in received], mine.tolist()
+
+
+def test_pieces_are_not_taken_for_what_a_user_sends():
+    assert gloo_ranks(2, beside_a_receive) == [([0, 1], [8.0] * 4), ([0, 1], [7.0] * 4)]
+
+
+def test_all_collectives_count_as_transport():
+    def rank(i):
+        group, message = find_group(), torch.zeros(2, dtype=torch.uint8)
+        found = []
+        for collective in (group.all_gather, group.gather, group.all_reduce, group.broadcast):
+            with PhaseClock().running() as clock:
+                collective(message)
+            found.append(set(clock.seconds))
+        with PhaseClock().running() as clock:
+            group.all_to_all([message] * 2)
+        return [*found, set(clock.seconds)]
+
+    assert run_ranks(2, rank) == [[{"transport"}] * 5] * 2
 
 
 def test_a_new_default_process_group_is_a_new_group(init):

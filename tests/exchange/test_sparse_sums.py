@@ -1,5 +1,7 @@
 """Sums of sparse payloads: against dense sums, and in the place of the gradients."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -107,6 +109,31 @@ def test_gradients_of_any_layout_and_dtype_come_out_as_by_the_pure_function(make
     ):
         assert found["a"].dtype == gradients[0]["a"].dtype
         assert torch.equal(found["a"], updates["a"])
+
+
+class Last(NamedTuple):
+    updates: Any
+
+
+class AddLast:
+    """Adds the update before, which it keeps as it is."""
+
+    def init(self, params):
+        return Last({k: torch.zeros_like(x) for k, x in params.items()})
+
+    def update(self, updates, state, params=None):
+        return {k: x + state.updates[k] for k, x in updates.items()}, Last(dict(updates))
+
+
+def test_what_a_state_behind_the_exchange_keeps_is_not_the_gradient():
+    chain = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(algorithm="gather"), AddLast())
+    param = torch.zeros(4, requires_grad=True)
+    pipe = gx.Pipeline(chain, {"a": param})
+    param.grad = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    pipe.sync()
+    param.grad.fill_(1.0)  # As a loop does that zeroes gradients in place, and adds to them.
+    pipe.sync()
+    assert param.grad.tolist() == [2.0, 3.0, 3.0, 4.0]
 
 
 def test_pure_function_never_writes_into_gradients():
