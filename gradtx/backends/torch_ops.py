@@ -55,6 +55,11 @@ def ravel(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 1 and x.is_contiguous() else x.reshape(-1)
 
 
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """`x` in C order; `x` itself if it is so already."""
+    return x.contiguous()
+
+
 def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`x` in another shape of the same size, in C order."""
     return x.reshape(shape)

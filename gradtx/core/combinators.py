@@ -414,9 +414,11 @@ def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
 
 
 def added(leaf: Array, residual: Array, context: Context | None) -> Array:
-    """Their sum, in a buffer of its own that later stages may write to."""
+    """Their sum, in C order, in a buffer of its own that later stages may write to."""
     pool = None if context is None else context.pool
-    return leaf + residual if pool is None else pool.sum(leaf, residual)
+    if pool is not None:
+        return pool.sum(leaf, residual)
+    return backends.of(leaf).contiguous(leaf + residual)
 
 
 def remainders(corrected: Sequence[Any], sent: Sequence[Any]) -> list[Any]:
