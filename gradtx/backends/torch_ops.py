@@ -207,6 +207,12 @@ def signed(bits: torch.Tensor, n: int, scale: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.embedding(bits.to(torch.int32), table).reshape(-1)[:n]
 
 
+def unshared(arrays: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The arrays, those copied that lie in the memory of one of the others: views may."""
+    taken = {other.untyped_storage().data_ptr() for other in others}
+    return [x.clone() if x.untyped_storage().data_ptr() in taken else x for x in arrays]
+
+
 def add_in_place(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """``total + x``, written over `total`."""
     return total.add_(x)
