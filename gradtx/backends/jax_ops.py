@@ -42,6 +42,11 @@ def ravel(x: Array) -> Array:
     return jnp.ravel(x)
 
 
+def contiguous(x: Array) -> Array:
+    """`x`: strides are the compiler's."""
+    return x
+
+
 def reshape(x: Array, shape: tuple[int, ...]) -> Array:
     """`x` in another shape of the same size, in C order."""
     return jnp.reshape(x, shape)
@@ -141,6 +146,11 @@ def scatter_add(total: Array, values: Array, indices: Array) -> Array:
 def signed(bits: Array, n: int, scale: Array) -> Array:
     """``[n]``: `scale`, ``[1]``, where a packed bit is set, and its negative elsewhere."""
     return jnp.where(unpack_bits(bits, n), scale, -scale)
+
+
+def unshared(arrays: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    """The arrays: nothing is written to them."""
+    return list(arrays)
 
 
 def add_in_place(total: Array, x: Array) -> Array:

@@ -55,6 +55,11 @@ def ravel(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 1 and x.is_contiguous() else x.reshape(-1)
 
 
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """`x` in C order; `x` itself if it is so already."""
+    return x.contiguous()
+
+
 def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`x` in another shape of the same size, in C order."""
     return x.reshape(shape)
@@ -200,6 +205,12 @@ def signed(bits: torch.Tensor, n: int, scale: torch.Tensor) -> torch.Tensor:
     octets = torch.arange(256, dtype=torch.uint8, device=bits.device)[:, None]
     table = torch.where(unpack_bits(octets, 8), scale, -scale)
     return torch.nn.functional.embedding(bits.to(torch.int32), table).reshape(-1)[:n]
+
+
+def unshared(arrays: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The arrays, those copied that lie in the memory of one of the others: views may."""
+    taken = {other.untyped_storage().data_ptr() for other in others}
+    return [x.clone() if x.untyped_storage().data_ptr() in taken else x for x in arrays]
 
 
 def add_in_place(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

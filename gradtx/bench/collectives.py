@@ -32,6 +32,7 @@ from gradtx.bench.peers import ring_nbytes
 from gradtx.bench.progress import progress
 from gradtx.bench.ranks import BURST, Place, add_place_arguments, find_place, in_bits, told_by
 from gradtx.bench.tables import print_table
+from gradtx.exchange.group import find_group
 from gradtx.files import file_to_write
 
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
@@ -160,9 +161,9 @@ def probed() -> Fit:
 
 
 def _all_gather(nbytes: int) -> Callable[[], Any]:
-    own = torch.zeros(nbytes // 4)
-    received = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    return lambda: dist.all_gather(received, own)
+    # As an exchange makes it: over gloo, large messages go in pieces.
+    group, own = find_group(), torch.zeros(nbytes, dtype=torch.uint8)
+    return lambda: group.all_gather(own)
 
 
 def _all_reduce(nbytes: int) -> Callable[[], Any]:

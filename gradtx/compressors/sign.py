@@ -38,6 +38,7 @@ class Signs(Payload):
     def subtracted_from(self, flat: Array) -> Array:
         """What is left, in place where that can be."""
         ops = backends.of(flat)
+        [flat] = ops.unshared([flat], [self.scale])
         return ops.add_in_place(flat, -ops.cast(self.decode(), ops.dtype_name(flat)))
 
 

@@ -54,6 +54,7 @@ class Sparse(Payload):
         """What is left, with the values taken off at their positions, and nowhere else."""
         values = dense(self.values)
         ops = backends.of(flat)
+        [flat] = ops.unshared([flat], [values])
         return ops.scatter_add(flat, -ops.cast(values, ops.dtype_name(flat)), self.indices)
 
     def with_values(self, values: Any) -> Payload:

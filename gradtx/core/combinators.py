@@ -325,7 +325,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             )
             sent = flatten(payloads)[0]
             there = [None if skip else x for x, skip in zip(carried, absent, strict=True)]
-            left = remainders(there, sent)
+            left = remainders(there, sent, arrays_in(inner_states))
         payloads = unflatten(treespec, sent)
         residual = arranged_like(
             unflatten(treespec, kept_residuals(residuals, left, leaves, sent, absent, context)),
@@ -414,17 +414,20 @@ def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
 
 
 def added(leaf: Array, residual: Array, context: Context | None) -> Array:
-    """Their sum, in a buffer of its own that later stages may write to."""
+    """Their sum, in C order, in a buffer of its own that later stages may write to."""
     pool = None if context is None else context.pool
-    return leaf + residual if pool is None else pool.sum(leaf, residual)
+    if pool is not None:
+        return pool.sum(leaf, residual)
+    return backends.of(leaf).contiguous(leaf + residual)
 
 
-def remainders(corrected: Sequence[Any], sent: Sequence[Any]) -> list[Any]:
+def remainders(corrected: Sequence[Any], sent: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
     """What compression has left out of each leaf.
 
     Args:
         corrected: what was compressed; it may be written to. None where there is nothing.
         sent: what came of it: payloads or arrays.
+        kept: arrays that compressors keep: what they hold of `corrected` stays as it is.
     """
     out: list[Any] = [None] * len(corrected)
     alone = [
@@ -434,7 +437,7 @@ def remainders(corrected: Sequence[Any], sent: Sequence[Any]) -> list[Any]:
     ]
     first = [corrected[i] for i in alone]
     ops = backends.find(first)
-    found = ops.each(_remainder, first, [sent[i] for i in alone])
+    found = ops.each(_remainder, ops.unshared(first, kept), [sent[i] for i in alone])
     for i, values in zip(alone, found, strict=True):
         out[i] = values
     done = set(alone)

@@ -89,7 +89,10 @@ class Payload:
         return total + ops.cast(self.decode(), ops.dtype_name(total))
 
     def subtracted_from(self, flat: Any) -> Any:
-        """`flat`, which may be written to, less the decoded values."""
+        """`flat`, which may be written to, less the decoded values.
+
+        A payload may hold views of `flat`: whoever writes to it copies what is shared.
+        """
         ops = backends.of(flat)
         return flat - ops.cast(self.decode(), ops.dtype_name(flat))
 

@@ -13,8 +13,9 @@ gather         1           (N - 1) b, received
 broadcast      1           (N - 1) b, sent
 =============  ==========  ====================
 
-The first two are rings; the last two count all copies at the root. Python and arithmetic take
-time too; that is not in it.
+The first two are counted as rings (over gloo a large all-gather goes to all others at once, which
+waits less); the last two count all copies at the root. Python and arithmetic take time too; that is
+not in it.
 """
 
 from __future__ import annotations

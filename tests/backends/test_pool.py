@@ -1,5 +1,6 @@
 from weakref import ref
 
+import pytest
 import torch
 
 import gradtx as gx
@@ -60,6 +61,19 @@ def test_pipeline_keeps_two_residuals_and_no_more():
         [residual] = [x for x in arrays_in(pipe.state) if x.shape == weight.shape]
         places.append(residual.data_ptr())
     assert len(set(places[1:])) <= 2
+
+
+@pytest.mark.parametrize("size", [30, 300])
+def test_a_pipeline_gives_the_bits_of_the_function_whatever_the_layout(size):
+    generator = torch.Generator().manual_seed(size)
+    gradient = torch.randn(size, size, generator=generator).t()
+    chain = gx.chain(gx.powersgd(1), gx.ef(), gx.allreduce())
+    weight = torch.zeros(size, size, requires_grad=True)
+    updates, _ = chain.update({"w": gradient}, chain.init({"w": weight}))
+    pipe = gx.Pipeline(chain, {"w": weight})
+    weight.grad = gradient.clone(memory_format=torch.preserve_format)
+    pipe.sync()
+    assert torch.equal(weight.grad, updates["w"])
 
 
 def test_a_bad_step_gives_back_the_residual_bit_for_bit():

@@ -7,6 +7,8 @@ import pytest
 from gradtx.__main__ import main
 from gradtx.bench import collectives
 from gradtx.bench.collectives import SIZES, Fit, Sample, fit
+from gradtx.exchange.group import find_group
+from gradtx.testing import run_ranks
 
 COMMAND = ["bench", "link", "--link", "loopback"]
 
@@ -59,6 +61,17 @@ def test_what_does_not_show_is_none():
 def test_rounds_and_bytes(name, ranks, rounds, sent):
     sample = Sample(name, 1200, ranks, 1.0)
     assert (sample.rounds, sample.wire_bytes) == (rounds, sent)
+
+
+def test_a_gather_is_that_of_an_exchange():
+    """Over gloo that sends large messages another way than `torch.distributed.all_gather`."""
+
+    def rank(number):
+        before = find_group().sent
+        collectives.COLLECTIVES["all_gather"](4096)()
+        return find_group().sent - before
+
+    assert run_ranks(3, rank) == [2 * 4096] * 3
 
 
 def test_table_and_file(tmp_path, capsys):
