@@ -42,8 +42,8 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.files import file_to_write
 
 RANKS, SEQUENCES, WINDOW, RATIO = 2, 8, 8, 0.05
-# Of plain SGD, the same for all, and low enough for no run to oscillate: beyond, at a rate of 1, the
-# loss of one chain differs by some percent between seeds, and a comparison says nothing.
+# Of plain SGD, the same for all, and so low that no run oscillates: at a rate of 1 the loss of one
+# chain differs by some percent between seeds, and a comparison says nothing.
 RATE = 0.1
 WARM_UP = 0.1  # the share of steps until the rate is full
 DENSE_SHARE = 0.4  # of a dense step, on the link
