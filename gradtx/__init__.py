@@ -43,6 +43,7 @@ from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
+from gradtx.exchange.cost import Link
 from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
@@ -69,6 +70,7 @@ __all__ = [
     "Kind",
     "LeafInfo",
     "Levels",
+    "Link",
     "LowRank",
     "NeverFiniteError",
     "ParameterServer",

@@ -25,24 +25,37 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands.add_parser("explain", help="print the order rules, or explain a chain"))
     from gradtx import demo
-    from gradtx.bench import compressors, convergence
+    from gradtx.bench import collectives, compressors, convergence, sync
+    from gradtx.plan import simulate
 
     demo.add_arguments(commands.add_parser("demo", help="train on two ranks, dense and compressed"))
     compressors.add_arguments(
         commands.add_parser("compressors", help="measure all compressors on a gradient")
+    )
+    simulate.add_arguments(
+        commands.add_parser("plan", help="predict what exchanges send on many ranks, and how fast")
     )
     bench = commands.add_parser("bench", help="measure more, which takes longer")
     benches = bench.add_subparsers(dest="bench", required=True)
     convergence.add_arguments(
         benches.add_parser("convergence", help="train small networks with many chains")
     )
+    sync.add_arguments(
+        benches.add_parser("sync", help="time the synchronisation of a gradient, beside peers")
+    )
+    collectives.add_arguments(
+        benches.add_parser("link", help="measure latency and bandwidth between ranks")
+    )
     options = parser.parse_args(arguments)
     if options.command == "explain":
         return _explain(options.chain)
     if options.command == "compressors":
         return compressors.main(options)
+    if options.command == "plan":
+        return simulate.main(options)
     if options.command == "bench":
-        return {"convergence": convergence.main}[options.bench](options)
+        mains = {"convergence": convergence.main, "sync": sync.main, "link": collectives.main}
+        return mains[options.bench](options)
     return demo.main(options)
 
 

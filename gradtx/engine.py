@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from gradtx.backends.pool import Pool
 from gradtx.backends.torch_ops import flags
 from gradtx.background import Background, Job
 from gradtx.core.chain import Chain, ChainState, fail
 from gradtx.core.stage import Kind
-from gradtx.core.tree import PyTree, flatten, map_leaves, unflatten, widen
+from gradtx.core.tree import PyTree, arrays_in, flatten, map_leaves, unflatten, widen
 from gradtx.exchange.group import Group
 from gradtx.transforms.delayed import DelayedState, Result, delayed, outcome_of
 
@@ -51,10 +52,12 @@ class Direct:
     def __init__(self, tx: Chain, group: Group, params: PyTree, state: Any) -> None:
         self._tx, self._group = tx, group
         self._params = params
+        self._pool = Pool()
         self.state = state
 
     def step(self, gradients: PyTree, **extra: Any) -> Outcome:
-        """One update."""
+        """One update; gradients may be written over."""
+        extra["pool"] = self._pool
         return self._run(lambda: self._tx.update(gradients, self.state, self._params, **extra))
 
     def fail(self, error: Exception) -> None:
@@ -74,6 +77,7 @@ class Direct:
         sent, before = self._group.sent, int(self.state.total_notfinite)
         with torch.no_grad():
             updates, self.state = update()
+        self._pool.reclaim(lambda: arrays_in(self.state))
         window = window_state(self.state.states)
         decided = window is None or bool(window.closed)
         return Outcome(

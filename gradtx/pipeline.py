@@ -15,6 +15,7 @@ from gradtx.core.arguments import check_whole
 from gradtx.core.chain import Chain
 from gradtx.core.combinators import BareEnclosing
 from gradtx.core.errors import ChainOrderError, NeverFiniteError, RankMismatchError
+from gradtx.core.phases import in_phase
 from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, flat
@@ -380,7 +381,10 @@ class Pipeline:
 
     @property
     def state(self) -> Any:
-        """The chain's state, a pytree."""
+        """The chain's state, a pytree; its buffers are used again by steps that follow.
+
+        `state_dict` copies them.
+        """
         return self._engine.state
 
     def _check_scaler(self) -> None:
@@ -463,6 +467,7 @@ class Pipeline:
                 parameter.grad = None
         return unflatten(self._treespec, grads)
 
+    @in_phase("apply")
     @torch.no_grad()
     def _write(self, updates: Sequence[torch.Tensor | None]) -> bool:
         for path, update in zip(self._paths, updates, strict=True):
@@ -472,7 +477,8 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = update.to(parameter.dtype).clone()
             else:
-                parameter.grad.copy_(update)
+                if parameter.grad.data_ptr() != update.data_ptr():  # It may be there already.
+                    parameter.grad.copy_(update)
         return any(update is not None for update in updates)
 
     def _replicated(self) -> Tensors:

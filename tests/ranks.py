@@ -109,9 +109,14 @@ class Spy(Group):
     def all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return super().all_gather(self._note("all_gather", message))
 
-    def all_to_all(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: list[torch.Tensor], lengths: list[int] | None = None
+    ) -> list[torch.Tensor]:
         self._note("all_to_all", torch.cat(parts))
-        return super().all_to_all(parts)
+        return super().all_to_all(parts, lengths)
+
+    def gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        return super().gather(self._note("gather", message))
 
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(self._note("all_reduce", buffer))
@@ -122,8 +127,11 @@ class Spy(Group):
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return self._inner._all_gather(message)
 
-    def _all_to_all(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self._inner._all_to_all(parts)
+    def _all_to_all(self, parts: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
+        return self._inner._all_to_all(parts, lengths)
+
+    def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        return self._inner._gather(message)
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         return self._inner._all_reduce(buffer)

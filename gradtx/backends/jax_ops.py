@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import jax
@@ -38,6 +40,11 @@ def detach(x: Array) -> Array:
 def ravel(x: Array) -> Array:
     """`x` as one axis, in C order."""
     return jnp.ravel(x)
+
+
+def contiguous(x: Array) -> Array:
+    """`x`: strides are the compiler's."""
+    return x
 
 
 def reshape(x: Array, shape: tuple[int, ...]) -> Array:
@@ -103,6 +110,28 @@ def take(x: Array, indices: Array) -> Array:
     return jnp.take_along_axis(x, indices, -1, mode="promise_in_bounds")
 
 
+def positions(starts: Sequence[int], length: int, like: Array) -> Array:
+    """int32 ``[len(starts), length]``: whole numbers that rise by one from each start."""
+    return jnp.asarray(starts, jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
+
+
+def ascending(x: Array) -> Array:
+    """`x`, sorted."""
+    return jnp.sort(x)
+
+
+def split(x: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """The flat `x` in arrays of some shapes, one after the other."""
+    ends = list(accumulate(math.prod(shape) for shape in shapes))
+    parts = jnp.split(x, ends[:-1])
+    return [jnp.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def divided(leaves: Sequence[Array], divisor: float) -> list[Array]:
+    """``x / divisor`` for each."""
+    return [x / divisor for x in leaves]
+
+
 def scatter(values: Array, indices: Array, size: int) -> Array:
     """A last axis of `size` zeros with `values` written at `indices`."""
     out = jnp.zeros((*values.shape[:-1], size), values.dtype)
@@ -112,6 +141,21 @@ def scatter(values: Array, indices: Array, size: int) -> Array:
 def scatter_add(total: Array, values: Array, indices: Array) -> Array:
     """`total` with `values` added at `indices` of the last axis, which are distinct."""
     return scatter(values, indices, total.shape[-1]) + total
+
+
+def signed(bits: Array, n: int, scale: Array) -> Array:
+    """``[n]``: `scale`, ``[1]``, where a packed bit is set, and its negative elsewhere."""
+    return jnp.where(unpack_bits(bits, n), scale, -scale)
+
+
+def unshared(arrays: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    """The arrays: nothing is written to them."""
+    return list(arrays)
+
+
+def add_in_place(total: Array, x: Array) -> Array:
+    """``total + x``."""
+    return total + x
 
 
 def mean_magnitude(x: Array) -> Array:

@@ -9,6 +9,7 @@ sweep takes the first of those. Where the sample misleads, the choice is made am
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 Keys = npt.NDArray[Any]
 
 _BLOCK = 1 << 17
-_SAMPLE = 1 << 15
+_SAMPLE = 1 << 14
 _SMALL = 1 << 16
 _KEYS: dict[int, tuple[Any, int]] = {
     4: (np.uint32, 0x7FFFFFFF),
@@ -59,12 +60,19 @@ def largest_magnitudes(values: npt.NDArray[Any], k: int) -> Indices:
 
 def _threshold(bits: Keys, mask: Any, k: int) -> Any:
     """A key that a few more than `k` values lie above, if a sample is to be believed."""
-    # Steps of the golden ratio: spread evenly, and in step with no period of the data.
-    places = (np.arange(_SAMPLE) * 0.6180339887498949 % 1.0 * bits.size).astype(np.int64)
-    sample = bits[places] & mask
+    sample = bits[_sampled(bits.size)] & mask
     expected = k / bits.size * _SAMPLE
     rank = min(_SAMPLE, int(expected + 4 * expected**0.5 + 4))
-    return np.sort(sample)[_SAMPLE - rank]
+    return np.partition(sample, _SAMPLE - rank)[_SAMPLE - rank]
+
+
+@lru_cache(maxsize=64)
+def _sampled(size: int) -> Indices:
+    """The positions of a sample: spread evenly, and in step with no period of the data."""
+    golden = 0.6180339887498949
+    places = (np.arange(_SAMPLE) * golden % 1.0 * size).astype(np.int64)
+    places.sort()  # Read in order, which is faster.
+    return places
 
 
 def _collect(bits: Keys, mask: Any, compare: Any, threshold: Any, enough: int) -> Indices:

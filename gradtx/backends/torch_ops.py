@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from gradtx.wire.bits import unpack_bits as unpack_bits
 
 T = TypeVar("T")
 
+_SMALL = 4096  # values; a call costs more than what it does to them
+
 TRACES = False
 """Values are there to be read."""
 
@@ -28,14 +31,18 @@ _DTYPES = {
 }
 
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
 def dtype_name(x: torch.Tensor) -> str:
     """The dtype's name without its module, such as ``"float32"``."""
-    return str(x.dtype).removeprefix("torch.")
+    return _NAMES.get(x.dtype) or str(x.dtype).removeprefix("torch.")
 
 
 def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """`x` in `dtype`; `x` itself if it has that dtype already."""
-    return x.to(_DTYPES[dtype])
+    kind = _DTYPES[dtype]
+    return x if x.dtype == kind else x.to(kind)
 
 
 def detach(x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +52,12 @@ def detach(x: torch.Tensor) -> torch.Tensor:
 
 def ravel(x: torch.Tensor) -> torch.Tensor:
     """`x` as one contiguous axis, in C order."""
-    return x.reshape(-1)
+    return x if x.dim() == 1 and x.is_contiguous() else x.reshape(-1)
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """`x` in C order; `x` itself if it is so already."""
+    return x.contiguous()
 
 
 def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -111,8 +123,10 @@ def as_flag(value: bool | torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A 0-d bool: no leaf has an infinity or a NaN. One reading pass, no temporary."""
-    extremes = [torch.stack(torch.aminmax(x)) for x in leaves if x.numel()]
+    """A 0-d bool: no leaf has an infinity or a NaN. One reading pass; small leaves are copied."""
+    joined = [torch.cat([ravel(leaves[i]) for i in places]) for places in _small(leaves)]
+    large = [x for x in leaves if x.numel() > _SMALL]
+    extremes = [torch.stack(torch.aminmax(x)) for x in [*joined, *large] if x.numel()]
     if not extremes:
         return torch.tensor(True)
     if len({(x.dtype, x.device) for x in extremes}) > 1:
@@ -138,6 +152,43 @@ def take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return x.gather(-1, indices)
 
 
+def positions(starts: Sequence[int], length: int, like: torch.Tensor) -> torch.Tensor:
+    """int64 ``[len(starts), length]``: whole numbers that rise by one from each start."""
+    steps = torch.arange(length, device=like.device)
+    return torch.tensor(starts, device=like.device)[:, None] + steps
+
+
+def ascending(x: torch.Tensor) -> torch.Tensor:
+    """`x`, sorted."""
+    return x.sort().values
+
+
+def split(x: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The flat `x` in arrays of some shapes, one after the other; views of it."""
+    parts = x.split([math.prod(shape) for shape in shapes])
+    pairs = zip(parts, shapes, strict=True)
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in pairs]
+
+
+def divided(leaves: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
+    """``x / divisor`` for each."""
+    out: list[Any] = [x / divisor if x.numel() > _SMALL else None for x in leaves]
+    for places in _small(leaves):
+        joined = torch.cat([ravel(leaves[i]) for i in places]) / divisor
+        for i, part in zip(places, split(joined, [leaves[i].shape for i in places]), strict=True):
+            out[i] = part
+    return out
+
+
+def _small(leaves: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Where the small ones are: those of one dtype and device together."""
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if x.numel() <= _SMALL:
+            found.setdefault((x.dtype, x.device), []).append(i)
+    return list(found.values())
+
+
 def scatter(values: torch.Tensor, indices: torch.Tensor, size: int) -> torch.Tensor:
     """A last axis of `size` zeros with `values` written at `indices`."""
     out = values.new_zeros((*values.shape[:-1], size))
@@ -149,11 +200,29 @@ def scatter_add(total: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
     return total.scatter_add_(-1, indices, values)
 
 
+def signed(bits: torch.Tensor, n: int, scale: torch.Tensor) -> torch.Tensor:
+    """``[n]``: `scale`, ``[1]``, where a packed bit is set, and its negative elsewhere."""
+    octets = torch.arange(256, dtype=torch.uint8, device=bits.device)[:, None]
+    table = torch.where(unpack_bits(octets, 8), scale, -scale)
+    return torch.nn.functional.embedding(bits.to(torch.int32), table).reshape(-1)[:n]
+
+
+def unshared(arrays: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The arrays, those copied that lie in the memory of one of the others: views may."""
+    taken = {other.untyped_storage().data_ptr() for other in others}
+    return [x.clone() if x.untyped_storage().data_ptr() in taken else x for x in arrays]
+
+
+def add_in_place(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``total + x``, written over `total`."""
+    return total.add_(x)
+
+
 def mean_magnitude(x: torch.Tensor) -> torch.Tensor:
     """The mean of ``|x|`` over the last axis; zero for an empty one."""
     if x.shape[-1] == 0:
         return x.new_zeros(x.shape[:-1])
-    total = torch.linalg.vector_norm(x, 1, -1, dtype=torch.float64)
+    total = x.abs().sum(-1, dtype=torch.float64)  # Three times as fast as the norm.
     mean: torch.Tensor = total / x.shape[-1]
     return mean.to(x.dtype)
 
@@ -255,7 +324,9 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     n = x.shape[-1]
     if k in (0, n):
         return torch.arange(k, device=x.device).expand(*x.shape[:-1], k).contiguous()
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or (x.dim() > 1 and n <= _SMALL):
+        if k == 1:
+            return x.abs().argmax(-1, keepdim=True)
         order = x.abs().sort(stable=True, dim=-1, descending=True).indices
         return order[..., :k].sort(-1).values
     rows = x.detach().contiguous().reshape(-1, n).numpy()

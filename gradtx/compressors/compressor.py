@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.payload import Member, Payload, values_of
+from gradtx.core.phases import in_phase
 from gradtx.core.stage import Stage
 from gradtx.core.transformation import Context, Transformation
 from gradtx.core.tree import (
@@ -24,18 +25,28 @@ from gradtx.core.tree import (
 Encode = Callable[[Array, tuple[int, ...]], Payload]
 
 
-def compressor(stage: Stage, encode: Encode) -> Transformation:
+def compressor(
+    stage: Stage, encode: Encode, *, encode_joined: Callable[..., Payload] | None = None
+) -> Transformation:
     """A stateless compressor, leaf by leaf.
 
     Args:
         stage: its declaration.
         encode: ``encode(flat, shape) -> Payload``: `flat` are the values of one leaf in FP32 (FP64
             for FP64 leaves), `shape` is the shape of the leaf.
+        encode_joined: ``encode_joined(flat, sizes) -> Payload``: the same for leaves of some sizes
+            that stand one after the other, all at once, if that can be.
 
     Returns:
         The transformation. A payload that arrives has its float child compressed.
     """
 
+    @in_phase("select")
+    def encoded(leaf: Any) -> Payload:
+        check_form(stage, [leaf])
+        return encode_leaf(leaf, encode)
+
+    @in_phase("select")
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
@@ -48,7 +59,7 @@ def compressor(stage: Stage, encode: Encode) -> Transformation:
             leaves[i] = payload
         return unflatten(treespec, leaves), state
 
-    return Transformation(stage, None, update)
+    return Transformation(stage, None, update, encode_leaf=encoded, encode_joined=encode_joined)
 
 
 class RandomState(NamedTuple):
@@ -85,6 +96,7 @@ def random_compressor(
     def init(params: PyTree, info: Info | None) -> RandomState:
         return RandomState(backends.find(flatten(params)[0]).counter())
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: RandomState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, RandomState]:

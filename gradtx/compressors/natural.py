@@ -33,6 +33,11 @@ class Powers(Payload):
         signs = ops.pack_bits(ops.take(ops.unpack_bits(self.signs, self.size), places))
         return Powers(exponents, signs, tuple(exponents.shape), self.dtype)
 
+    def plain(self) -> tuple[Array, None]:
+        """The powers as bfloat16, which has all those of FP32."""
+        ops = backends.of(self.exponents)
+        return ops.cast(self.decode(), {"float32": "bfloat16"}.get(self.dtype, self.dtype)), None
+
     def decode(self) -> Array:
         """The powers, with the signs."""
         ops = backends.of(self.exponents)

@@ -10,6 +10,7 @@ from gradtx import backends
 from gradtx.compressors.compressor import check_form
 from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.payload import Payload, register_payload
+from gradtx.core.phases import in_phase
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Settlement, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten, flatten_with_paths, unflatten, widen
@@ -27,10 +28,18 @@ class LowRank(Payload):
     children = ("left", "right")
     left: Array
     right: Array
+    _product: Array = None
 
+    @in_phase("decode")
     def decode(self) -> Array:
         """The product, flat."""
-        return backends.of(self.left).ravel(self.left @ self.right.T)
+        ops = backends.of(self.left)
+        if self._product is not None:
+            return self._product
+        product = ops.ravel(self.left @ self.right.T)
+        if not ops.TRACES:
+            self._product = product  # Wanted twice: for the result, and for what is left.
+        return product
 
 
 @register_payload
@@ -52,6 +61,11 @@ class RowRound(Payload):
         """Zeros: nothing has been sent yet."""
         return _nothing_yet(self.matrix)
 
+    def subtracted_from(self, flat: Array) -> Array:
+        """All of it."""
+        return flat
+
+    @in_phase("select")
     def summand(self) -> Array:
         """:math:`M Q`."""
         return backends.of(self.matrix).ravel(self.matrix @ self.guess)
@@ -61,6 +75,7 @@ class RowRound(Payload):
         return self.receive_all([self], [total], size)[0]
 
     @classmethod
+    @in_phase("select")
     def receive_all(
         cls, payloads: Sequence[Payload], totals: Sequence[Any], size: int
     ) -> list[Payload]:
@@ -95,6 +110,11 @@ class ColumnRound(Payload):
         """Zeros: nothing is agreed yet."""
         return _nothing_yet(self.matrix)
 
+    def subtracted_from(self, flat: Array) -> Array:
+        """All of it."""
+        return flat
+
+    @in_phase("select")
     def summand(self) -> Array:
         r""":math:`M^\top \hat P`."""
         return backends.of(self.matrix).ravel(self.matrix.T @ self.left)
@@ -214,6 +234,7 @@ def powersgd(
             guesses[i] = guess
         return PowersgdState(count, unflatten(treespec, guesses))
 
+    @in_phase("select")
     def update(
         updates: PyTree, state: PowersgdState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PowersgdState]:
@@ -240,6 +261,7 @@ def powersgd(
         out = [payloads.get(i, leaf) for i, leaf in enumerate(leaves)]
         return unflatten(treespec, out), state
 
+    @in_phase("select")
     def settle(
         before: PowersgdState, state: PowersgdState, settlement: Settlement
     ) -> PowersgdState:

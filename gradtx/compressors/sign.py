@@ -28,8 +28,18 @@ class Signs(Payload):
 
     def decode(self) -> Array:
         """The scale, with the signs."""
-        ops = backends.of(self.scale)
-        return ops.where(ops.unpack_bits(self.bits, self.size), self.scale, -self.scale)
+        return backends.of(self.scale).signed(self.bits, self.size, self.scale)
+
+    def add_to(self, total: Array) -> Array:
+        """The total with the values added, in place where that can be."""
+        ops = backends.of(total)
+        return ops.add_in_place(total, ops.cast(self.decode(), ops.dtype_name(total)))
+
+    def subtracted_from(self, flat: Array) -> Array:
+        """What is left, in place where that can be."""
+        ops = backends.of(flat)
+        [flat] = ops.unshared([flat], [self.scale])
+        return ops.add_in_place(flat, -ops.cast(self.decode(), ops.dtype_name(flat)))
 
 
 @register_payload
@@ -48,8 +58,7 @@ class Votes(Payload):
 
     def decode(self) -> Array:
         """1 and -1."""
-        ops = backends.of(self.bits)
-        return ops.where(ops.unpack_bits(self.bits, self.size), self.unit, -self.unit)
+        return backends.of(self.bits).signed(self.bits, self.size, self.unit)
 
     def combined(self, total: Array) -> Array:
         """The sign of the sum of the votes: 1, -1, or 0 for a tie."""

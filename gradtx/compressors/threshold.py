@@ -11,6 +11,7 @@ from gradtx.compressors.compressor import compressor
 from gradtx.compressors.topk import Sparse
 from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.payload import Payload, dense, register_payload
+from gradtx.core.phases import in_phase
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, EmptyState, Transformation
@@ -109,6 +110,7 @@ def threshold(
 
 
 def _threshold(stage: Stage, tau: float, capacity: float) -> Transformation:
+    @in_phase("select")
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, EmptyState]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from gradtx import backends
 from gradtx.compressors.compressor import Encode, compressor, encode_leaf
 from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.cast import encode_cast
-from gradtx.core.payload import Joined, Member, Parts, Payload, dense, register_payload
+from gradtx.core.payload import Entries, Joined, Member, Parts, Payload, dense, register_payload
+from gradtx.core.phases import in_phase
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
@@ -41,6 +44,18 @@ class Sparse(Payload):
         values = dense(self.values)
         ops = backends.of(total)
         return ops.scatter_add(total, ops.cast(values, ops.dtype_name(total)), self.indices)
+
+    def entries(self) -> Entries | None:
+        """What it is made of; None if the positions are not sent."""
+        sent = self.codecs["indices"] == "index"
+        return Entries(self.indices, self.values) if sent else None
+
+    def subtracted_from(self, flat: Array) -> Array:
+        """What is left, with the values taken off at their positions, and nowhere else."""
+        values = dense(self.values)
+        ops = backends.of(flat)
+        [flat] = ops.unshared([flat], [values])
+        return ops.scatter_add(flat, -ops.cast(values, ops.dtype_name(flat)), self.indices)
 
     def with_values(self, values: Any) -> Payload:
         """Other values at the same positions; a sparse choice of them is merged into one."""
@@ -133,9 +148,16 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
             chosen = encode_cast(chosen, tuple(chosen.shape), values)
         return Sparse(chosen, indices, shape, ops.dtype_name(flat))
 
-    if scope == "leaf":
-        return compressor(stage, encode)
+    def encode_joined(flat: Array, sizes: Sequence[int]) -> Payload:
+        indices = _chosen(flat, sizes, ratio)
+        ops = backends.of(flat)
+        return Sparse(ops.take(flat, indices), indices, tuple(flat.shape), ops.dtype_name(flat))
 
+    if scope == "leaf":
+        joined = encode_joined if values == "float32" else None
+        return compressor(stage, encode, encode_joined=joined)
+
+    @in_phase("select")
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
@@ -151,6 +173,21 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
         return unflatten(treespec, out), state
 
     return Transformation(stage, None, update)
+
+
+def _chosen(flat: Array, sizes: Sequence[int], ratio: float) -> Array:
+    """The positions of what is sent of leaves that stand one after the other, ascending."""
+    ops = backends.of(flat)
+    starts: dict[int, list[int]] = {}
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        starts.setdefault(size, []).append(end - size)
+    found = []
+    for size, first in starts.items():
+        positions = ops.positions(first, size, flat)
+        rows = ops.reshape(ops.take(flat, ops.ravel(positions)), (len(first), size))
+        chosen = ops.top_k(rows, count(ratio, size))
+        found.append(ops.ravel(chosen + positions[:, :1]))
+    return ops.ascending(ops.concat(found)) if len(found) > 1 else found[0]
 
 
 def _joined(leaves: list[Any], order: list[int], encode: Encode) -> list[Any]:

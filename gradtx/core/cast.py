@@ -57,6 +57,15 @@ class Cast(Payload):
         codes = backends.of(places).take(self.codes, places)
         return type(self)(codes, self.exponents, self.format, tuple(codes.shape), self.dtype)
 
+    def plain(self) -> tuple[Array, Array | None]:
+        """FP16 as it is, and all others as bfloat16, which has room for their scale."""
+        if self.dtype == "float64":
+            return self.decode(), None
+        ops = backends.of(self.codes)
+        if self.format != "float16":
+            return ops.cast(self.decode(), "bfloat16"), None
+        return self.codes, self.exponents if self.size else ops.zeros((1,), "int16", self.codes)
+
     @property
     def grain(self) -> int:
         """What shares a scale stays together, but for that of a whole leaf, which is repeated."""

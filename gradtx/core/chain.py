@@ -162,6 +162,9 @@ class Chain(Transformation):
             for part in self.core
         )
         self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
+        self._joins = _ends_in_feedback(self.stages)
+        # A state behind the exchange may keep its results: the next gradients must not reach them.
+        self._overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
@@ -188,6 +191,10 @@ class Chain(Transformation):
     def _checked(self, updates: PyTree) -> PyTree:
         # The layout refuses what it does not know, inside the step, where the others are told.
         return updates
+
+    def _like(self, out: PyTree, updates: PyTree) -> PyTree:
+        # The step has seen to it.
+        return out
 
     def _step(
         self, updates: PyTree, state: ChainState, params: PyTree = None, **extra: Any
@@ -261,6 +268,7 @@ class Chain(Transformation):
             self.shared_code,
             alone=self.exchange is None,
             windowed=self._windowed,
+            joins=self._joins,
         )
 
     def _may_vary(self, state: Any) -> bool:
@@ -276,7 +284,9 @@ class Chain(Transformation):
         scheduled: Mapping[Schedule, float],
     ) -> tuple[PyTree, ChainState]:
         exchange = self.exchange
-        context = replace(self.context(state), scheduled=scheduled)
+        extra = dict(extra)
+        pool = extra.pop("pool", None)
+        context = replace(self.context(state), scheduled=scheduled, pool=pool)
         layout = context.layout
         if exchange is not None:
             rank, size = exchange.ranks(arrays_in(updates) or arrays_in(state))
@@ -284,6 +294,8 @@ class Chain(Transformation):
         with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
+            if pool is not None and self._overwrites:
+                context = replace(context, over=leaves)
             if exchange is not None and exchange.one_program:
                 paths = (spec.path for spec in layout.leaves)
                 given = zip(paths, leaves, strict=True)
@@ -353,13 +365,13 @@ def _tell(tx: Chain, state: Any, context: Context, error: Exception) -> None:
     exchange: Any = tx.exchange
     try:
         own = find_exchange(tx.core, state.states)
-        rehearsed = _rehearsed(tx, state, context)
+        arrives = rehearsed(tx, state, context)
     except Exception:  # The state itself is at fault: what is known without it has to do.
-        own, rehearsed = None, None
-    exchange.fail(None if own is None else own[1], context, error, rehearsed)
+        own, arrives = None, None
+    exchange.fail(None if own is None else own[1], context, error, arrives)
 
 
-def _rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
+def rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
     """What zeros look like when they arrive at the exchange; None if they do not get there.
 
     The sizes of what a rank sends may change with the step. They follow from the state, so a rank
@@ -387,6 +399,20 @@ def arriving(
             return arriving(part.parts, updates, state.inner_states, extra)
         updates, _ = part.step(updates, state, None, **extra)
     return updates
+
+
+def _ends_in_feedback(stages: Sequence[Stage]) -> bool:
+    """Whether the exchange gets what a single error feedback makes, and nothing comes between."""
+    kinds = [stage.kind for stage in stages if stage.kind is not Kind.DELAY]
+    if Kind.EXCHANGE not in kinds:
+        return False
+    before = kinds[: kinds.index(Kind.EXCHANGE)]
+    return before.count(Kind.FEEDBACK) == 1 and before[-1] is Kind.FEEDBACK
+
+
+def _behind_exchange(stages: Sequence[Stage]) -> Sequence[Stage]:
+    kinds = [stage.kind for stage in stages]
+    return stages[kinds.index(Kind.EXCHANGE) + 1 :] if Kind.EXCHANGE in kinds else ()
 
 
 def _exchange_in(parts: Sequence[Transformation]) -> Exchange | None:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import decode_leaves
+from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
+from gradtx.core.phases import in_phase
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
@@ -287,39 +288,52 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             error_feedback,
             "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
         )
+    leafwise = all(part.encode_leaf is not None for part in parts)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
         residual = map_leaves(zero_residual, params)
         return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
 
+    @in_phase("feedback")
     def update(
         updates: PyTree, state: ErrorFeedbackState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ErrorFeedbackState]:
         leaves, treespec = flatten(updates)
         residuals = leaves_like(state.residual, updates)
-        absent = absent_here(leaves, extra.get("context"))
-        carried = [weighed(x, extra.get("context")) for x in residuals]
-        corrected = [
-            leaf if skip else widen(leaf) + residual
-            for leaf, residual, skip in zip(leaves, carried, absent, strict=True)
-        ]
-        payloads, inner_states = run(
-            parts,
-            unflatten(treespec, corrected),
-            state.inner_states,
-            params,
-            extra,
+        context: Context | None = extra.get("context")
+        absent = absent_here(leaves, context)
+        inner_states = state.inner_states
+
+        def corrected(i: int) -> Any:
+            if absent[i]:
+                return leaves[i]
+            return added(widen(leaves[i]), weighed(residuals[i], context), context)
+
+        if leafwise and not backends.find(leaves).TRACES:
+            there = [None if skip else x for x, skip in zip(residuals, absent, strict=True)]
+            sent, left = _joined(parts, leaves, there, context)
+            # The others each from end to end while it is in the cache.
+            for i, skip in enumerate(absent):
+                if sent[i] is None and leaves[i] is not None:
+                    leaf = corrected(i)
+                    sent[i] = _encoded(parts, leaf)
+                    left[i] = None if skip else _remainder(leaf, sent[i])
+        else:
+            carried = [corrected(i) for i in range(len(leaves))]
+            payloads, inner_states = run(
+                parts, unflatten(treespec, carried), inner_states, params, extra
+            )
+            sent = flatten(payloads)[0]
+            there = [None if skip else x for x, skip in zip(carried, absent, strict=True)]
+            left = remainders(there, sent, arrays_in(inner_states))
+        payloads = unflatten(treespec, sent)
+        residual = arranged_like(
+            unflatten(treespec, kept_residuals(residuals, left, leaves, sent, absent, context)),
+            state.residual,
         )
-        sent = decode_leaves(flatten(payloads)[0])
-        new = [
-            kept_residual(residual, leaf, part, extra.get("context"))
-            if skip
-            else left_out(leaf, part)
-            for leaf, part, residual, skip in zip(corrected, sent, residuals, absent, strict=True)
-        ]
-        residual = arranged_like(unflatten(treespec, new), state.residual)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
+    @in_phase("feedback")
     def settle(
         before: ErrorFeedbackState, state: ErrorFeedbackState, settlement: Settlement
     ) -> ErrorFeedbackState:
@@ -399,11 +413,126 @@ def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
     return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
 
 
-def kept_residual(residual: Array, leaf: Array, sent: Array, context: Context | None) -> Array:
-    """The residual of a leaf that is not there: an exchange leaves out what it sends for it."""
-    if leaf is None or context is None or not context.alone:
-        return residual
-    return residual + left_out(leaf, sent)
+def added(leaf: Array, residual: Array, context: Context | None) -> Array:
+    """Their sum, in C order, in a buffer of its own that later stages may write to."""
+    pool = None if context is None else context.pool
+    if pool is not None:
+        return pool.sum(leaf, residual)
+    return backends.of(leaf).contiguous(leaf + residual)
+
+
+def remainders(corrected: Sequence[Any], sent: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    """What compression has left out of each leaf.
+
+    Args:
+        corrected: what was compressed; it may be written to. None where there is nothing.
+        sent: what came of it: payloads or arrays.
+        kept: arrays that compressors keep: what they hold of `corrected` stays as it is.
+    """
+    out: list[Any] = [None] * len(corrected)
+    alone = [
+        i
+        for i, (leaf, part) in enumerate(zip(corrected, sent, strict=True))
+        if leaf is not None and isinstance(part, Payload) and not isinstance(part, (Joined, Member))
+    ]
+    first = [corrected[i] for i in alone]
+    ops = backends.find(first)
+    found = ops.each(_remainder, ops.unshared(first, kept), [sent[i] for i in alone])
+    for i, values in zip(alone, found, strict=True):
+        out[i] = values
+    done = set(alone)
+    others = decode_leaves([None if i in done else part for i, part in enumerate(sent)])
+    for i, (leaf, part) in enumerate(zip(corrected, others, strict=True)):
+        if leaf is not None and part is not None:
+            out[i] = left_out(leaf, part)
+    return out
+
+
+_SMALL, _MANY = 4096, 16  # values of a leaf; leaves
+
+
+def _joined(
+    parts: Sequence[Transformation],
+    leaves: Sequence[Any],
+    residuals: Sequence[Any],
+    context: Context | None,
+) -> tuple[list[Any], list[Any]]:
+    """Compresses small leaves as one, if they are many: a call for each would cost more than that.
+
+    Args:
+        parts: the compressors.
+        leaves: as they arrived, zeros for those that are not there.
+        residuals: what to add to them; None for those that are not there.
+        context: of the step.
+
+    Returns:
+        What is sent and what is left out of these leaves; None for the others.
+    """
+    sent: list[Any] = [None] * len(leaves)
+    left: list[Any] = [None] * len(leaves)
+    if context is None or not context.joins or len(parts) > 1 or parts[0].encode_joined is None:
+        return sent, left
+    specs = context.layout.leaves
+    places = [
+        i
+        for i in context.layout.by_path
+        if leaves[i] is not None and 0 < specs[i].size <= _SMALL and specs[i].dtype != "float64"
+    ]
+    if len(places) < _MANY:
+        return sent, left
+    ops = backends.of(leaves[places[0]])
+    kept = [ops.zeros_like(leaves[i]) if residuals[i] is None else residuals[i] for i in places]
+    corrected = ops.concat([ops.ravel(widen(leaves[i])) for i in places])
+    corrected = corrected + weighed(ops.concat(list(map(ops.ravel, kept))), context)
+    payload = parts[0].encode_joined(corrected, [specs[i].size for i in places])
+    shapes = [specs[i].shape or () for i in places]
+    found = ops.split(payload.subtracted_from(corrected), shapes)
+    for i, shape, values in zip(places, shapes, found, strict=True):
+        sent[i], left[i] = Member(shape, payload.dtype), values
+    members = Parts(tuple(zip(places, shapes, strict=True)))
+    sent[places[0]] = Joined(payload, members, payload.shape, payload.dtype)
+    return sent, left
+
+
+def _encoded(parts: Sequence[Transformation], leaf: Any) -> Payload:
+    """What compressors that treat each leaf alone make of one."""
+    for part in parts:
+        leaf = part.encode_leaf(leaf)
+    payload: Payload = leaf
+    return payload
+
+
+def _remainder(corrected: Array, sent: Any) -> Array:
+    ops = backends.of(corrected)
+    flat = sent.subtracted_from(ops.ravel(corrected))
+    return ops.reshape(flat, tuple(corrected.shape))
+
+
+def kept_residuals(
+    residuals: Sequence[Any],
+    left: Sequence[Any],
+    leaves: Sequence[Any],
+    sent: Sequence[Any],
+    absent: Sequence[bool],
+    context: Context | None,
+) -> list[Any]:
+    """The new residuals; an exchange leaves out what is sent for leaves that are not there.
+
+    Args:
+        residuals: those before the step.
+        left: what compression has left out of the leaves that are there.
+        leaves: as they arrived.
+        sent: what came of them.
+        absent: for each leaf, whether it is not there.
+        context: of the step.
+    """
+    kept = [old if skip else new for old, new, skip in zip(residuals, left, absent, strict=True)]
+    if context is not None and context.alone and any(absent):
+        decoded = decode_leaves(list(sent))
+        for i, (leaf, skip) in enumerate(zip(leaves, absent, strict=True)):
+            if skip and leaf is not None:
+                kept[i] = residuals[i] + left_out(leaf, decoded[i])
+    return kept
 
 
 def left_out(corrected: Array, sent: Array) -> Array:

@@ -12,7 +12,7 @@ from gradtx.core.combinators import (
     Feedback,
     absent_here,
     compressors_in,
-    kept_residual,
+    kept_residuals,
     left_out,
     reweighed,
     run,
@@ -24,6 +24,7 @@ from gradtx.core.combinators import (
 )
 from gradtx.core.norms import clip_locally
 from gradtx.core.payload import decode_leaves
+from gradtx.core.phases import in_phase
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Settlement, Transformation
 from gradtx.core.tree import (
@@ -136,6 +137,7 @@ def momentum_correction(
             tuple(part.setup(params, info) for part in parts),
         )
 
+    @in_phase("feedback")
     def update(
         updates: PyTree, state: MomentumCorrectionState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, MomentumCorrectionState]:
@@ -158,17 +160,21 @@ def momentum_correction(
         payloads, inner_states = run(
             parts, unflatten(treespec, to_send), state.inner_states, params, extra
         )
-        sent = decode_leaves(flatten(payloads)[0])
-        for i, skip in enumerate(absent):
-            if skip:
-                residuals[i] = kept_residual(residuals[i], to_send[i], sent[i], context)
-                continue
-            residuals[i] = left_out(to_send[i], sent[i])
-            velocities[i] = _unsent(velocities[i], sent[i]) if masking else velocities[i]
+        parts_sent = flatten(payloads)[0]
+        sent = decode_leaves(list(parts_sent))
+        left = [
+            None if skip else left_out(x, part)
+            for x, part, skip in zip(to_send, sent, absent, strict=True)
+        ]
+        residuals = kept_residuals(residuals, left, leaves, parts_sent, absent, context)
+        if masking:
+            for i in present:
+                velocities[i] = _unsent(velocities[i], sent[i])
         velocity = arranged_like(unflatten(treespec, velocities), state.velocity)
         residual = arranged_like(unflatten(treespec, residuals), state.residual)
         return payloads, MomentumCorrectionState(velocity, residual, inner_states)
 
+    @in_phase("feedback")
     def settle(
         before: MomentumCorrectionState, state: MomentumCorrectionState, settlement: Settlement
     ) -> MomentumCorrectionState:

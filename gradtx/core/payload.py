@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 
 from gradtx import backends
 from gradtx.backends.registry import is_registered, register_node
+
+
+class Entries(NamedTuple):
+    """Values at positions.
+
+    Attributes:
+        indices: ``[k]``, whole numbers, strictly increasing: positions in the flat leaf.
+        values: ``[k]``, or a payload of that shape; zeros are everywhere else.
+    """
+
+    indices: Any
+    values: Any
 
 
 class Payload:
@@ -76,6 +88,14 @@ class Payload:
         ops = backends.of(total)
         return total + ops.cast(self.decode(), ops.dtype_name(total))
 
+    def subtracted_from(self, flat: Any) -> Any:
+        """`flat`, which may be written to, less the decoded values.
+
+        A payload may hold views of `flat`: whoever writes to it copies what is shared.
+        """
+        ops = backends.of(flat)
+        return flat - ops.cast(self.decode(), ops.dtype_name(flat))
+
     def summand(self) -> Any:
         """What the ranks sum in the next round, flat; None once there is no further round."""
         return None
@@ -109,6 +129,19 @@ class Payload:
     def at(self, places: Any) -> Payload | None:
         """A payload of its values at some places alone; None if they cannot be taken apart."""
         return None
+
+    def entries(self) -> Entries | None:
+        """Its values at positions that are sent; None for what is no such payload."""
+        return None
+
+    def plain(self) -> tuple[Any, Any]:
+        """The values in the smallest dtype of floats that has them exactly, flat.
+
+        Returns:
+            The values, and int16 ``[1]``, the exponent of two that they are to be multiplied by, or
+            None for what they are.
+        """
+        return self.decode(), None
 
     @property
     def grain(self) -> int | None:
@@ -162,6 +195,11 @@ def dense(value: Any) -> Any:
     return value.decode() if isinstance(value, Payload) else value
 
 
+def plain(value: Any) -> tuple[Any, Any]:
+    """As `Payload.plain`, of an array too."""
+    return value.plain() if isinstance(value, Payload) else (value, None)
+
+
 @register_payload
 class Joined(Payload):
     """Several leaves compressed as one: the flat leaves one after the other, in path order.
@@ -182,6 +220,10 @@ class Joined(Payload):
     def with_values(self, values: Any) -> Payload:
         """The joined payload with other values."""
         return Joined(self.payload.with_values(values), self.parts, self.shape, self.dtype)
+
+    def entries(self) -> Entries | None:
+        """Those of what is joined."""
+        return self.payload.entries()
 
     @property
     def grain(self) -> int | None:
@@ -206,6 +248,11 @@ class Parts:
 
     def __init__(self, leaves: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
         self.leaves = leaves
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many values each of them has."""
+        return [math.prod(shape) for _, shape in self.leaves]
 
     def split(self, flat: Any) -> dict[int, Any]:
         """The dense leaves by position."""

@@ -132,6 +132,15 @@ def _feedback_over_no_contraction(flow: Flow) -> Iterator[tuple[int, ...]]:
                 yield (i, j)
 
 
+def _left_out_for_good(flow: Flow) -> Iterator[tuple[int, ...]]:
+    covered = {j for f in flow.where(Kind.FEEDBACK) for j in flow.covered(f)}
+    for i in flow.where(Kind.EXCHANGE):
+        compressors = [j for j in flow.where(Kind.COMPRESSOR) if flow.end_of_segment(j) == i]
+        without = [j for j in compressors if j not in covered]
+        if flow.stages[i].leaves_out and (without or not compressors):
+            yield (i, *without)
+
+
 def _compressor_behind_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
     for i in flow.where(Kind.COMPRESSOR):
         if flow.streams[i].reduced:
@@ -243,6 +252,15 @@ RULES: tuple[Rule, ...] = (
         "{0} stands over {1}, which is no contraction or not linear over the ranks: what it "
         "leaves out may be more than it is given, and the residual grow without bound",
         "leave {0} out, or choose arguments of {1} with which it is biased and a contraction",
+    ),
+    Rule(
+        "GX307",
+        "feedback under an exchange that leaves something out",
+        _left_out_for_good,
+        "{0} leaves the small ones among the sums of compressed values out, and there is no error "
+        "feedback over these that would send them again",
+        "put a compressor of values at positions and ef() before {0}, as in chain(topk(0.01), "
+        "ef(), ...), or leave the density out",
     ),
     Rule(
         "GX401",

@@ -63,7 +63,9 @@ class Stage:
         biased: a compressor that is wrong on average, and that error feedback can make up for.
         contraction: the error of a compressor is smaller than its input, and what the exchange
             makes of it is linear: without both, the residual may outgrow what it is the rest of.
-        varies: how much is sent of what a compressor gives depends on the values.
+        varies: of a compressor or an exchange: how much is sent depends on the values.
+        leaves_out: of an exchange: what it leaves out of sums of compressed values is to be sent
+            again by error feedback.
         feedback: false where the user wrote ``feedback=False``: goes without, on purpose.
         over: of a feedback, how many stages directly to its left it holds; None for the whole run.
         module: the prefix its name is printed with.
@@ -82,6 +84,7 @@ class Stage:
     biased: bool = False
     contraction: bool = True
     varies: bool = False
+    leaves_out: bool = False
     feedback: bool = True
     over: int | None = field(default=None, compare=False)
     module: str = "gx."

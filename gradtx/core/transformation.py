@@ -104,6 +104,11 @@ class Context:
         scheduled: the values of hyperparameters whose step is not known yet.
         windowed: whether ranks may bring unequal shares to the exchange.
         share: what this rank brings, where that is so and the exchange is to come.
+        over: the gradients, where results may be written over them; empty where not.
+        joins: whether what error feedback sends arrives at the exchange as it is, so that several
+            leaves may be one payload.
+        pool: where the buffers of residuals come from, if the state has an owner that looks after
+            them; None for new ones.
         progress: how far the step has come.
     """
 
@@ -116,6 +121,9 @@ class Context:
     scheduled: Mapping[Any, float] = field(default_factory=dict, compare=False)
     windowed: bool = False
     share: Share | None = field(default=None, compare=False)
+    over: Sequence[Any] = field(default=(), compare=False)
+    joins: bool = False
+    pool: Any = field(default=None, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
@@ -179,6 +187,10 @@ class Transformation:
         conclude: ``conclude(state, taken) -> state``, called once the gate to the right has
             decided, with the 0-d bool of all ranks that says whether the step is taken.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
+        encode_leaf: ``encode_leaf(leaf) -> payload``: of a compressor that keeps no state and
+            treats each leaf alone, all that `update` does.
+        encode_joined: ``encode_joined(flat, sizes) -> payload``: the same for many leaves, one
+            after the other, as one payload.
     """
 
     _needs_chain = False
@@ -194,8 +206,12 @@ class Transformation:
         settle: SettleFn | None = None,
         conclude: ConcludeFn | None = None,
         code: Callable[[bool], str] | None = None,
+        encode_leaf: Callable[[Any], Payload] | None = None,
+        encode_joined: Callable[..., Payload] | None = None,
     ) -> None:
         self.stage = stage
+        self.encode_leaf: Any = encode_leaf
+        self.encode_joined: Any = encode_joined
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
         self.settle: SettleFn = settle or (lambda before, state, settlement: state)
@@ -258,7 +274,11 @@ class Transformation:
             return self._alone.update(updates, state, params, **extra)
         with backends.within(updates, state):
             out, state = self.step(self._checked(updates), state, unboxed(params), **extra)
-        return cast_like(arranged_like(out, updates), updates), state
+        return self._like(out, updates), state
+
+    def _like(self, out: PyTree, updates: PyTree) -> PyTree:
+        """What comes out in the structure and dtypes of what went in."""
+        return cast_like(arranged_like(out, updates), updates)
 
     def _checked(self, updates: PyTree) -> PyTree:
         return checked(updates)
@@ -307,6 +327,15 @@ class Exchange(Transformation):
 
     def check_local(self, leaves: Mapping[str, Array]) -> None:
         """Refuses gradients, by path, that are known not to be those of one rank alone."""
+
+    def describe(self, leaves: Sequence[Any], context: Context) -> list[str]:
+        """What may be said of the ways that leaves may take on so many ranks, as lines of text.
+
+        Args:
+            leaves: as they arrive, in the order of the layout.
+            context: of a step.
+        """
+        return []
 
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number, and how many ranks there are, for the arrays of a step."""

@@ -41,7 +41,8 @@ def accumulation_dtype(dtype: str) -> str:
 def widen(leaf: Array) -> Array:
     """The leaf in its accumulation dtype."""
     ops = backends.of(leaf)
-    return ops.cast(leaf, accumulation_dtype(ops.dtype_name(leaf)))
+    dtype = ops.dtype_name(leaf)
+    return leaf if dtype == "float32" else ops.cast(leaf, accumulation_dtype(dtype))
 
 
 def _is_payload(node: Any) -> bool:
@@ -147,7 +148,10 @@ def leaves_like(tree: PyTree, reference: PyTree) -> list[Any]:
 
 def arranged_like(tree: PyTree, reference: PyTree) -> PyTree:
     """The leaves of `tree` in the structure of `reference`, matched by path."""
-    return unflatten(flatten(reference)[1], leaves_like(tree, reference))
+    wanted = flatten(reference)[1]
+    if flatten(tree)[1] == wanted:
+        return tree
+    return unflatten(wanted, leaves_like(tree, reference))
 
 
 def reorder(found: Mapping[str, Any], paths: Sequence[str]) -> list[Any]:

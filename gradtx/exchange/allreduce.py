@@ -12,16 +12,29 @@ from typing import Any, NamedTuple
 import torch
 
 from gradtx import backends
+from gradtx.core.arguments import check_ratio
 from gradtx.core.combinators import judge
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange
 from gradtx.core.tree import Array, Info, PyTree, arrays_in, flatten, unflatten
+from gradtx.exchange.compare import described
+from gradtx.exchange.cost import Link
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange
 from gradtx.exchange.outgoing import Outgoing, Sizes
-from gradtx.exchange.plan import ALGORITHMS, further_rounds, results_of
+from gradtx.exchange.plan import (
+    ALGORITHMS,
+    FOR_TENSORS,
+    ON_A_MESH,
+    divisor_of,
+    further_rounds,
+    results_of,
+)
+from gradtx.exchange.root import Root
+from gradtx.exchange.sharded import Sharded
+from gradtx.exchange.sparse_sums import SparseSums
 from gradtx.exchange.two_shot import TwoShot
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header
@@ -40,7 +53,13 @@ class AllreduceState(NamedTuple):
 
 
 def allreduce(
-    group: Any = None, *, axis_name: str | None = None, op: str = "mean", algorithm: str = "auto"
+    group: Any = None,
+    *,
+    axis_name: str | None = None,
+    op: str = "mean",
+    algorithm: str = "auto",
+    density: float | None = None,
+    link: Link | None = None,
 ) -> Allreduce:
     r"""Exchanges whatever form arrives, and hands on the dense mean over ranks.
 
@@ -55,6 +74,15 @@ def allreduce(
     added to the residual of the rank that added it up. Leaves of 16 bits that nothing compresses
     travel in 16 bits in the same way, but for sums of `accumulate`, which are of more bits.
 
+    With ``algorithm="sharded"`` values at positions (`topk`, `threshold`) go to the owners of
+    these, so spread that no region is one rank's. The owners add them up and send the sums on, at
+    their positions or, where that is less, all of them. So a rank sends its own values once and its
+    part of the result ``N - 1`` times, in four rounds; the result is that of a gather. It pays
+    where ranks choose mostly the same positions, or so many that most are chosen by some rank.
+    With a `density` each owner sends on no more than that share of what it owns, the sums of the
+    largest magnitude: then a rank sends no more on many ranks than on two. What an owner leaves out
+    goes to its own residual, so that nothing is lost, and error feedback has to be there for it.
+
     The first step begins with a handshake: ranks that run another chain, or have other parameters,
     raise. A leaf that is None counts as zero, and stays None if it is None on all ranks.
 
@@ -67,16 +95,30 @@ def allreduce(
         op: ``"mean"`` or ``"sum"``.
         algorithm: ``"gather"`` sends every payload compressed to all ranks; ``"two_shot"`` those
             that can be cut to owners, and all others to all ranks; ``"auto"`` takes for each
-            payload what puts the fewest bytes on the link, a dense all-reduce if need be.
+            payload which of these puts fewer bytes on the link, or a dense all-reduce;
+            ``"sharded"`` sends values at positions to the owners of these, and all else as
+            ``"auto"``; ``"root"`` sends every payload to rank 0, which sends the sums on, and is
+            there to be compared. The last two are for torch tensors.
+        density: with ``"sharded"``, the share of the sums at positions that owners send on, a float
+            over 0 and at most 1: ``max(1, round(density * n / N))`` each, of `n` values on `N`
+            ranks. None sends all that are not zero.
+        link: what is known of the link between ranks, for ``"auto"``, the same on all of them. Of
+            the algorithms, and a dense all-reduce, it then takes that of the least time, by
+            `gradtx.exchange.cost`, among those that send no more than the dense one in FP32,
+            whatever positions ranks choose. None takes the fewest bytes, as above; both are shown
+            by ``explain(tx, params, ranks=8)``.
 
     Returns:
         The transformation.
 
     Raises:
-        ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given;
-            in `update`, if there is no such axis.
-        TypeError: if `axis_name` is no string; in `update`, for torch tensors where an axis is
-            named, or JAX arrays where several torch processes are to exchange.
+        ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given,
+            or `axis_name` with an algorithm for torch tensors; for a `density` that is not over 0
+            and at most 1, or with another algorithm; for a `link` with another algorithm than
+            ``"auto"``, or an axis; in `update`, if there is no such axis.
+        TypeError: if `axis_name` is no string, the `density` no float, or the `link` no `Link`; in
+            `update`, for torch tensors where an axis is named, or JAX arrays where several torch
+            processes are to exchange, or an algorithm is for torch tensors.
         ImportError: if `axis_name` is given and jax is not installed.
         RankMismatchError: in `update`, on every rank, if ranks disagree or one of them has failed.
 
@@ -93,14 +135,49 @@ def allreduce(
     if op not in ("mean", "sum"):
         raise ValueError(f"allreduce(op={op!r}): expected 'mean' or 'sum'")
     if algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"allreduce(algorithm={algorithm!r}): expected 'auto', 'gather' or 'two_shot'"
-        )
+        raise ValueError(f"allreduce(algorithm={algorithm!r}): expected {_expected(ALGORITHMS)}")
     if axis_name is not None:
         _check_axis(axis_name, group)
+        if algorithm in FOR_TENSORS:
+            raise ValueError(
+                f"allreduce(axis_name={axis_name!r}, algorithm={algorithm!r}): for torch tensors "
+                f"only; on a mesh write {_expected(ON_A_MESH)}"
+            )
+    if density is not None:
+        _check_density(density, algorithm)
     if group is not None:
         find_group(group)
-    return Allreduce(group, axis_name, op, algorithm)
+    if link is not None:
+        _check_link(link, algorithm, axis_name)
+    return Allreduce(group, axis_name, op, algorithm, density, link)
+
+
+def _check_link(link: Any, algorithm: str, axis_name: str | None) -> None:
+    if not isinstance(link, Link):
+        raise TypeError(f"allreduce(link={link!r}): expected a Link, such as Link(50e-6, 125e6)")
+    if algorithm != "auto":
+        raise ValueError(
+            f"allreduce(algorithm={algorithm!r}, link={link!r}): a link is for algorithm='auto', "
+            "which chooses by it"
+        )
+    if axis_name is not None:
+        raise ValueError(
+            f"allreduce(axis_name={axis_name!r}, link={link!r}): a link is for torch tensors"
+        )
+
+
+def _check_density(density: Any, algorithm: str) -> None:
+    check_ratio("allreduce(density", density)
+    if algorithm != "sharded":
+        raise ValueError(
+            f"allreduce(algorithm={algorithm!r}, density={density!r}): it is for owners of "
+            "positions; write algorithm='sharded'"
+        )
+
+
+def _expected(names: Sequence[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
 
 
 def _check_axis(axis_name: Any, group: Any) -> None:
@@ -121,7 +198,15 @@ def _check_axis(axis_name: Any, group: Any) -> None:
 class Allreduce(Exchange):
     """The transformation that `allreduce` makes."""
 
-    def __init__(self, group: Any, axis_name: str | None, op: str, algorithm: str) -> None:
+    def __init__(
+        self,
+        group: Any,
+        axis_name: str | None,
+        op: str,
+        algorithm: str,
+        density: float | None = None,
+        link: Link | None = None,
+    ) -> None:
         stage = Stage(
             "allreduce",
             Kind.EXCHANGE,
@@ -130,11 +215,16 @@ class Allreduce(Exchange):
                 Argument("axis_name", axis_name, None),
                 Argument("op", op, "mean"),
                 Argument("algorithm", algorithm, "auto"),
+                Argument("density", density, None),
+                Argument("link", link, None),
             ),
             linear=True,
+            varies=algorithm in FOR_TENSORS or link is not None,
+            leaves_out=density is not None,
         )
         super().__init__(stage, _init, self._update)
         self._given, self._op, self._algorithm = group, op, algorithm
+        self._density, self._link = density, link
         self.axis_name = axis_name
         self.one_program = axis_name is not None
 
@@ -145,7 +235,8 @@ class Allreduce(Exchange):
 
     def over(self, group: Group) -> Allreduce:
         """The same exchange among the same ranks, over another group."""
-        return Allreduce(group, self.axis_name, self._op, self._algorithm)
+        given = self._op, self._algorithm, self._density, self._link
+        return Allreduce(group, self.axis_name, *given)
 
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number and how many there are, for the arrays of a step."""
@@ -190,6 +281,11 @@ class Allreduce(Exchange):
             )
         if torchs or not arrays:
             return False
+        if self._algorithm in FOR_TENSORS or self._link is not None:
+            raise TypeError(
+                f"{self.code()} exchanges torch tensors between processes, got JAX arrays: write "
+                f"algorithm={_expected(ON_A_MESH)}, and no link"
+            )
         if self.axis_name is None and self.group.size > 1:
             raise TypeError(
                 f"{self.code()} exchanges torch tensors between processes; JAX arrays are "
@@ -212,7 +308,7 @@ class Allreduce(Exchange):
             out, good = self._over_mesh(leaves, context, finite)
             return unflatten(treespec, out), AllreduceState(state.count + 1, good)
         group = self.group
-        outgoing = Outgoing(leaves, context, group.size, self._algorithm)
+        outgoing = self._outgoing(leaves, context, group.size, group.choices)
         header = _header(_key(context), int(state.count), len(leaves))
         header = replace(header, finite=finite is None or bool(finite), absent=outgoing.absent)
         if (share := context.share) is not None:
@@ -221,10 +317,12 @@ class Allreduce(Exchange):
             header = replace(header, flushing=share.flushing)
         message, buffers = outgoing.message(header), outgoing.buffers(header, group.size)
         shots = TwoShot(group, outgoing, outgoing.shards, header)
+        sharded = Sharded(group, outgoing.to_owners, header)
 
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
-        totals, flags = exchange(group, outgoing, header, message, buffers, shots)
+        sparse = SparseSums(outgoing, context)
+        totals, flags = exchange(group, outgoing, header, message, buffers, shots, sharded, sparse)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         summed = further_rounds(group.all_reduce, group.size, outgoing, totals)
@@ -235,16 +333,35 @@ class Allreduce(Exchange):
             finite_everywhere &= not (flags.left_out and flags.weight == 0)
         factor = context.progress.factor
         results = results_of(outgoing, totals, summed, group.size, self._op, factor)
+        results |= sparse.results(divisor_of(group.size, self._op), factor)
+        kept = outgoing.parts_of(sharded.left_out)
+        if factor is not None:
+            kept = {i: flat * factor for i, flat in kept.items()}
+        context.progress.returned = kept
         if shots.messages:
-            sent_on, context.progress.returned = shots.send_on(self._op, factor or 1.0)
+            sent_on, returned = shots.send_on(self._op, factor or 1.0)
             results |= outgoing.parted(sent_on)
-        tree = unflatten(treespec, outgoing.shaped(leaves, results))
+            context.progress.returned |= returned
+        shaped = outgoing.shaped(leaves, results)
         context.progress.finite = finite_everywhere
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:
             # Read at once, as the flags were: so the counters stay where they are.
-            good = torch.tensor(bool(judge(tree, context)))
-        return tree, AllreduceState(state.count + 1, good)
+            good = torch.tensor(bool(judge(sparse.judged(shaped), context)))
+        return unflatten(treespec, shaped), AllreduceState(state.count + 1, good)
+
+    def _outgoing(
+        self, leaves: list[Any], context: Context, size: int, choices: dict[Any, Any] | None = None
+    ) -> Outgoing:
+        chosen = self._algorithm, choices, self._density, self._link
+        return Outgoing(leaves, context, size, *chosen)
+
+    def describe(self, leaves: Sequence[Any], context: Context) -> list[str]:
+        """What each algorithm would put on the link of a rank, and which is taken, as lines."""
+        if self.axis_name is not None or not any(isinstance(x, torch.Tensor) for x in _all(leaves)):
+            return ["  decided when the program is traced: shown for torch tensors only"]
+        plan = self._outgoing(list(leaves), context, context.size)
+        return described(plan, self._algorithm, self._link)
 
     def _over_mesh(
         self, leaves: list[Any], context: Context, finite: Array | None
@@ -295,9 +412,14 @@ class Allreduce(Exchange):
             header = replace(_header(key, step, sizes.leaves), error=True)
             if sizes.segments is not None:
                 nothing = [0] * len(sizes.rooms)
-                gather(group, sizes.error_message(header), nothing, sizes.rooms)
+                told = sizes.error_message(header)
+                gather(group, told, nothing, sizes.rooms, to_root=sizes.root)
+                if sizes.root:
+                    Root(group, sizes.leaves, windowed=sizes.windowed).tell([header], [0, 0])
             elif sizes.shards is not None:
                 group.all_to_all(sizes.error_parts(header))
+            elif sizes.ahead is not None:
+                group.all_to_all(sizes.error_ahead(header, group.size))
             else:
                 group.all_reduce(sizes.error_buffer(header, group.size))
             share_error(group, text)
@@ -312,9 +434,13 @@ class Allreduce(Exchange):
             known = [other for other in group.agreements if other[0] == context.code]
             key = key if key in known or not known else known[-1]
             return key, group.agreements[key][1] if key in known else None
-        outgoing = Outgoing(flatten(arriving)[0], context, group.size, self._algorithm)
+        outgoing = self._outgoing(flatten(arriving)[0], context, group.size)
         agreed = key in group.agreements and group.agreements[key][0] == outgoing.ways
         return key, outgoing.sizes if agreed else None
+
+
+def _all(leaves: Sequence[Any]) -> list[Any]:
+    return arrays_in([x for x in leaves if x is not None])
 
 
 def _init(params: PyTree, info: Info | None) -> AllreduceState:

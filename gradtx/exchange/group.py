@@ -1,4 +1,4 @@
-"""Who talks: a group of ranks, each with four collectives over flat tensors."""
+"""Who talks: a group of ranks, each with a few collectives over flat tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ import torch.distributed as dist
 # (pytorch/pytorch#190489). Imported before there is a group, they keep none.
 import torch.distributed.nn
 
+from gradtx.core.phases import in_phase
+
+_PIECE = 1 << 20  # bytes
+_TAG = 0x67780000  # of pieces, so that they are not taken for what a user sends and receives
+
 
 class Group:
     """A group of ranks, as one of them sees it; alone, in this base class.
@@ -28,6 +33,7 @@ class Group:
         size: how many ranks there are.
         sent: bytes this rank has put on the link so far, all copies counted.
         agreements: what all ranks have agreed on, by chain and tree; see `gradtx.exchange`.
+        choices: which way each leaf went in the last step; see `gradtx.exchange.plan`.
     """
 
     rank: int = 0
@@ -36,7 +42,9 @@ class Group:
     def __init__(self) -> None:
         self.sent = 0
         self.agreements: dict[Any, Any] = {}
+        self.choices: dict[Any, Any] = {}
 
+    @in_phase("transport")
     def all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         """The messages of all ranks, in rank order.
 
@@ -46,16 +54,32 @@ class Group:
         self.sent += (self.size - 1) * message.numel()
         return self._all_gather(message)
 
-    def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @in_phase("transport")
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         """What all ranks have for this one, in rank order.
 
         Args:
             parts: for each rank, what it gets: uint8 ``[n]``, where `n` may differ between those
-                that get it, but not between those that send it.
+                that get it.
+            lengths: for each rank, how much comes from it; by default as much as this one keeps for
+                itself from all.
         """
         self.sent += sum(part.numel() for i, part in enumerate(parts) if i != self.rank)
-        return self._all_to_all(parts)
+        return self._all_to_all(parts, lengths or [parts[self.rank].numel()] * self.size)
 
+    @in_phase("transport")
+    def gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """At rank 0, the messages of all ranks, in rank order; nothing elsewhere.
+
+        Args:
+            message: uint8 ``[n]``, the same `n` on all ranks.
+        """
+        self.sent += message.numel() if self.rank else 0
+        return self._gather(message)
+
+    @in_phase("transport")
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, the same bits on each.
 
@@ -65,6 +89,7 @@ class Group:
         self.sent += 2 * (self.size - 1) * buffer.numel() * buffer.element_size() // self.size
         return self._all_reduce(buffer) if self.size > 1 else buffer
 
+    @in_phase("transport")
     def broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         """Rank 0's buffer.
 
@@ -85,8 +110,13 @@ class Group:
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [message]
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
         return list(parts)
+
+    def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        return [message]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer
@@ -139,16 +169,52 @@ class ProcessGroup(Group):
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         own = self._here(message)
         received = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(received, own, group=self._group)
+        if self._in_pieces(own.numel()):
+            received[self.rank] = own
+            self._swap([own] * self.size, received)
+        else:
+            dist.all_gather(received, own, group=self._group)
         return [part.to(message.device) for part in received]
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _in_pieces(self, nbytes: int) -> bool:
+        # Gloo's own gather leaves two fifths of a link of 1 Gbit/s unused, its exchange half of it.
+        return self._backend == "gloo" and nbytes > _PIECE
+
+    def _swap(self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Sends each other rank its part, and fills in what they send."""
+        group, work = self._group, []
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            work += [
+                dist.irecv(x, self._global(source), group=group, tag=_TAG)
+                for x in _pieces(received[source])
+            ]
+            work += [
+                dist.isend(x, self._global(to), group=group, tag=_TAG) for x in _pieces(parts[to])
+            ]
+        for each in filter(None, work):
+            each.wait()
+
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
+        if self._backend == "gloo":
+            out = [self._here(part) for part in parts]
+            found = [out[0].new_empty(length) for length in lengths]
+            found[self.rank] = out[self.rank]
+            self._swap(out, found)
+            return [part.to(parts[0].device) for part in found]
         own = self._here(torch.cat(list(parts)))
-        length = parts[self.rank].numel()
-        received = own.new_empty(length * self.size)
-        lengths = [part.numel() for part in parts]
-        dist.all_to_all_single(received, own, [length] * self.size, lengths, group=self._group)
-        return list(received.to(parts[0].device).split(length)) if length else list(parts)
+        received = own.new_empty(sum(lengths))
+        given = [part.numel() for part in parts]
+        dist.all_to_all_single(received, own, list(lengths), given, group=self._group)
+        return list(received.to(parts[0].device).split(list(lengths)))
+
+    def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        own = self._here(message)
+        received = None if self.rank else [torch.empty_like(own) for _ in range(self.size)]
+        dist.gather(own, received, self._global(0), group=self._group)
+        return [part.to(message.device) for part in received or []]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
@@ -157,10 +223,17 @@ class ProcessGroup(Group):
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
-        group = self._group
-        root = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast(own, root, group=self._group)
+        dist.broadcast(own, self._global(0), group=self._group)
         return own.to(buffer.device)
+
+    def _global(self, rank: int) -> int:
+        """What a rank of this group is called in the default group."""
+        group = self._group
+        return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    return message.split(_PIECE) if message.numel() else ()
 
 
 def _timeout(group: Any) -> timedelta | None:
@@ -185,7 +258,7 @@ class Hub:
         self.size = size
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._rounds: dict[int, dict[int, torch.Tensor]] = {}
+        self._rounds: dict[int, dict[int, Any]] = {}
         self._next = [0] * size
         self._left: set[int] = set()
         self._siblings: list[Hub] = []
@@ -213,11 +286,22 @@ class Hub:
             TimeoutError: if a rank does not come within the time-out, or has ended.
             ValueError: if shapes or dtypes differ: real backends abort or give garbage there.
         """
+        parts = self.trade(rank, tensor)
+        if any((p.shape, p.dtype) != (tensor.shape, tensor.dtype) for p in parts):
+            raise ValueError(f"ranks sent tensors of different sizes: {[p.shape for p in parts]}")
+        return parts
+
+    def trade(self, rank: int, thing: Any) -> list[Any]:
+        """Hands in anything; gives what all ranks have handed in, in rank order.
+
+        Raises:
+            TimeoutError: if a rank does not come within the time-out, or has ended.
+        """
         with self._changed:
             number = self._next[rank]
             self._next[rank] += 1
             here = self._rounds.setdefault(number, {})
-            here[rank] = tensor
+            here[rank] = thing
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: len(here) == self.size or self._left - here.keys(), self._timeout
@@ -226,10 +310,7 @@ class Hub:
                 raise TimeoutError(f"rank {rank} waited for a rank that did not come")
             if all(position > number for position in self._next):
                 self._rounds.pop(number, None)
-        parts = [here[other] for other in range(self.size)]
-        if any((p.shape, p.dtype) != (tensor.shape, tensor.dtype) for p in parts):
-            raise ValueError(f"ranks sent tensors of different sizes: {[p.shape for p in parts]}")
-        return parts
+        return [here[other] for other in range(self.size)]
 
 
 class ThreadGroup(Group):
@@ -253,10 +334,19 @@ class ThreadGroup(Group):
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [part.clone() for part in self._hub.swap(self.rank, message.clone())]
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        lengths = [part.numel() for part in parts]
-        swapped = self._hub.swap(self.rank, torch.cat(list(parts)))
-        return [sent.split(lengths)[self.rank].clone() for sent in swapped]
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
+        swapped = self._hub.trade(self.rank, [part.clone() for part in parts])
+        received = [sent[self.rank].clone() for sent in swapped]
+        found = [part.numel() for part in received]
+        if found != list(lengths):
+            raise ValueError(f"ranks sent {found} bytes to rank {self.rank}, expected {lengths}")
+        return received
+
+    def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        parts = self._hub.swap(self.rank, message.clone())
+        return [] if self.rank else [part.clone() for part in parts]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         first, *rest = self._hub.swap(self.rank, buffer.clone())

@@ -8,14 +8,21 @@ from functools import partial
 import torch
 
 from gradtx.core.errors import RankMismatchError
+from gradtx.core.phases import in_phase
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
+from gradtx.exchange.message import Packing
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
+from gradtx.exchange.root import Root
+from gradtx.exchange.sharded import Sharded
+from gradtx.exchange.sparse_sums import SparseSums
 from gradtx.exchange.two_shot import TwoShot, check_steps
 from gradtx.exchange.uneven import gather
 from gradtx.wire import Header, decode_message, message_nbytes
+
+_AT_ONCE = 8  # messages that are decoded before they are added up
 
 
 def exchange(
@@ -25,6 +32,8 @@ def exchange(
     message: torch.Tensor | None,
     buffers: Sequence[torch.Tensor],
     shots: TwoShot,
+    sharded: Sharded,
+    sparse: SparseSums,
 ) -> tuple[dict[int, torch.Tensor], Flags]:
     """Sends what goes out, and adds up what comes in.
 
@@ -35,11 +44,13 @@ def exchange(
         message: the gathered message, or None.
         buffers: the dense buffers.
         shots: the two-shot exchange of this step; its first shot is made here.
+        sharded: the sharded exchange of this step.
+        sparse: where sparse payloads that are gathered are added up.
 
     Returns:
-        The sums over ranks, flat, by position of the leaf, without those that have owners; and the
-        flags of all ranks. In the place of a payload that is summed stands the sum of its first
-        summand.
+        The sums over ranks, flat, by position of the leaf, without those that have owners or are
+        sparse; and the flags of all ranks. In the place of a payload that is summed stands the sum
+        of its first summand.
 
     Raises:
         RankMismatchError: on every rank, if one has failed.
@@ -48,11 +59,16 @@ def exchange(
     totals: dict[int, torch.Tensor] = {}
     flags = None
     if message is not None:
-        totals, flags = _gather(group, outgoing, header, message)
+        totals, flags = _gather(group, outgoing, header, message, sparse)
     if shots.messages:
         told = shots.add_up()
         _stop_if_failed(group, told)
         flags = flags or told
+    if sharded.messages:
+        sums, told = sharded.add_up()
+        _stop_if_failed(group, told)
+        flags = flags or told
+        totals |= outgoing.parts_of(sums)
     for dtype, buffer in zip(outgoing.dense_places, buffers, strict=True):
         total = group.all_reduce(buffer)
         if flags is None:
@@ -68,32 +84,70 @@ def exchange(
     return totals, flags
 
 
+@in_phase("apply")
 def _gather(
-    group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor
+    group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor, sparse: SparseSums
 ) -> tuple[dict[int, torch.Tensor], Flags]:
-    leaves = outgoing.sizes.leaves
+    leaves, root = outgoing.sizes.leaves, outgoing.through_root
 
     def nbytes(counts: Sequence[int]) -> int:
         return message_nbytes(leaves, outgoing.packing_of(counts).sizes)
 
-    received = []
-    for data, counts in gather(group, message, outgoing.counts, outgoing.rooms, nbytes):
-        packing = outgoing.packing_of(counts)
-        other, segments = decode_message(data, leaves, packing.sizes, header.fingerprint)
-        received.append((other, packing, segments))
-    headers = [other for other, _, _ in received]
+    received = gather(group, message, outgoing.counts, outgoing.rooms, nbytes, to_root=root)
+    if root:
+        shape = outgoing.gathered_lengths
+        step = Root(group, leaves, windowed=outgoing.sizes.windowed)
+        read = partial(_added, group, outgoing, header, received, None)
+        totals, flags = step.add_up(bool(received), read, shape, message.device)
+        _stop_if_failed(group, flags)
+        return totals, flags
+    headers, totals = _added(group, outgoing, header, received, sparse)
     flags = Flags.of(headers)
     _stop_if_failed(group, flags)
-    check_steps(header, headers, group.rank)
-    totals: dict[int, torch.Tensor] = {}
-    for other, packing, segments in received:
-        payloads = packing.decode(segments)
-        for places, payload in zip(outgoing.places, payloads, strict=True):
-            absent = partial(outgoing.is_absent, header=other)
-            add_payload(totals, payload, outgoing, places[0], absent)
     return totals, flags
+
+
+def _added(
+    group: Group,
+    outgoing: Outgoing,
+    header: Header,
+    received: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
+    sparse: SparseSums | None,
+) -> tuple[list[Header], dict[int, torch.Tensor]]:
+    """The headers of all ranks; and the sums of their payloads, none if a rank has failed."""
+    found = []
+    for data, counts in received:
+        packing = outgoing.packing_of(counts)
+        other, segments = decode_message(
+            data, outgoing.sizes.leaves, packing.sizes, header.fingerprint
+        )
+        found.append((other, packing, segments))
+    headers = [other for other, _, _ in found]
+    totals: dict[int, torch.Tensor] = {}
+    if any(other.error for other in headers):
+        return headers, totals
+    check_steps(header, headers, group.rank)
+    for first in range(0, len(found), _AT_ONCE):
+        _add_up(found[first : first + _AT_ONCE], outgoing, totals, sparse)
+    return headers, totals
+
+
+def _add_up(
+    received: Sequence[tuple[Header, Packing, list[torch.Tensor]]],
+    outgoing: Outgoing,
+    totals: dict[int, torch.Tensor],
+    sparse: SparseSums | None,
+) -> None:
+    """Adds the messages of some ranks to the sums, leaf by leaf: what is added to stays cached."""
+    absent = [outgoing.absent_in(header) for header, _, _ in received]
+    found = zip(*(packing.decode(segments) for _, packing, segments in received), strict=True)
+    for [place, *_], payloads in zip(outgoing.places, found, strict=True):
+        if sparse is None or not sparse.add(payloads, place, absent):
+            for payload, gone in zip(payloads, absent, strict=True):
+                add_payload(totals, payload, outgoing, place, gone.__contains__)
 
 
 def _stop_if_failed(group: Group, flags: Flags) -> None:
     if flags.errors:
         share_error(group, "")
+        raise RankMismatchError(f"{flags.errors} ranks say that they failed, and none says why")

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from gradtx.backends import rows
 from gradtx.core.payload import Payload
 from gradtx.exchange.arrays import Group, Packing, Said, added
-from gradtx.exchange.plan import Plan, divisor_of, shard_length
+from gradtx.exchange.choice import shard_length
+from gradtx.exchange.plan import Plan, divisor_of
 
 Array = jax.Array
 

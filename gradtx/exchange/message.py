@@ -16,6 +16,7 @@ import torch
 
 from gradtx import backends
 from gradtx.core.payload import Payload
+from gradtx.core.phases import in_phase
 from gradtx.core.tree import Array, structure, unflatten
 from gradtx.wire import WireFormatError, decode_indices, encode_indices, indices_nbytes
 
@@ -84,6 +85,7 @@ class Packing:
             sizes.append(indices_nbytes(sum(self._counts), sum(self._universes)))
         return sizes
 
+    @in_phase("encode")
     def encode(self) -> list[torch.Tensor]:
         """The segments: uint8, of the given sizes."""
         segments = [
@@ -99,6 +101,7 @@ class Packing:
             segments.append(encode_indices(torch.cat(flat), sum(self._universes)))
         return segments
 
+    @in_phase("decode")
     def decode(self, segments: Sequence[torch.Tensor]) -> list[Payload]:
         """Payloads like those given at construction, with the arrays that the segments hold.
 

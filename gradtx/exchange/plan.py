@@ -1,25 +1,37 @@
 """How each leaf travels in a step.
 
 A payload is gathered by all ranks, or goes to owners that add up runs of it and send the sums on in
-its format, or is decoded and summed densely; of some, a summand is summed. It follows from shapes
-and hyperparameters, so all ranks come to the same plan.
+its format, or its values to the owners of their positions, or it is decoded and summed densely; of
+some, a summand is summed. It follows from shapes and hyperparameters, so all ranks come to the same
+plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from gradtx import backends
 from gradtx.core.cast import encode_narrow
 from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
+from gradtx.core.phases import in_phase
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Array, accumulation_dtype, widen
-from gradtx.wire import message_nbytes
+from gradtx.exchange.choice import (
+    TO_ALL,
+    Alternative,
+    Choice,
+    NBytes,
+    Ways,
+    forms_of,
+    remembered,
+)
+from gradtx.exchange.cost import Link
 
-ALGORITHMS = ("auto", "gather", "two_shot")
-_ITEMSIZE = {"float32": 4, "float64": 8}
+ON_A_MESH = ("auto", "gather", "two_shot")
+FOR_TENSORS = ("sharded", "root")
+ALGORITHMS = (*ON_A_MESH, *FOR_TENSORS)
 _NARROW = ("float16", "bfloat16")
 
 
@@ -33,6 +45,9 @@ class Plan:
         algorithm: one of `ALGORITHMS`.
         nbytes: what some payloads take on the wire together, in bytes, without header.
         overhead: what gathering takes besides.
+        choices: those made in earlier steps, for leaves of what form; added to.
+        link: what ``"auto"`` takes the least time on; None for the fewest bytes.
+        density: the share of sums that owners of positions send on; None for all.
 
     Attributes:
         absent: for each leaf, in path order, whether this rank has no gradient for it.
@@ -41,9 +56,13 @@ class Plan:
         shared: by position, in path order, those that owners add up. Among both are `Narrow`
             payloads of 16-bit leaves that nothing has compressed.
         shared_places: for each of them, the positions of its leaves.
+        scattered: by position, in path order, those whose values go to the owners of positions.
+        scattered_places: for each of them, the positions of its leaves.
         found: by position, all payloads that arrived, those among them that travel dense too.
         summed: by position, the payloads whose summands travel with the dense leaves.
         parts: by position, in path order, what is summed.
+        choice: which payloads go where.
+        through_root: whether what is gathered goes to rank 0, which sends the sums on.
     """
 
     def __init__(
@@ -52,8 +71,11 @@ class Plan:
         context: Context,
         size: int,
         algorithm: str,
-        nbytes: Callable[[Sequence[Payload]], int],
-        overhead: Callable[[Sequence[Payload]], int],
+        nbytes: NBytes,
+        overhead: NBytes,
+        choices: MutableMapping[Any, tuple[Any, Choice]] | None = None,
+        link: Link | None = None,
+        density: float | None = None,
     ) -> None:
         self.layout = context.layout
         order = context.layout.by_path
@@ -64,24 +86,34 @@ class Plan:
             if isinstance(leaves[i], Payload) and not isinstance(leaves[i], Member)
         }
         self.summed = {i: payload for i, payload in self.found.items() if payload.summed}
-        payloads = {i: payload for i, payload in self.found.items() if not payload.summed}
+        compressed = {i: payload for i, payload in self.found.items() if not payload.summed}
+        narrow: dict[int, Payload] = {}
         # The sum of a window is of more bits than its gradients were.
-        if size > 1 and algorithm != "gather" and not context.windowed:
-            payloads |= self._narrow(leaves)
-            payloads = {i: payloads[i] for i in order if i in payloads}
-        able = algorithm != "gather" and size > 1
-        self.shared = {i: p for i, p in payloads.items() if able and p.grain is not None and p.size}
-        dense_nbytes = {i: self._dense_nbytes(i, payload) for i, payload in payloads.items()}
-        if algorithm == "auto":
-            header = message_nbytes(len(leaves), [])
-            self.shared = _worth_sharing(self.shared, dense_nbytes, size, nbytes, header)
-        payloads = {i: payload for i, payload in payloads.items() if i not in self.shared}
-        if algorithm == "auto":
-            payloads = _worth_it(payloads, dense_nbytes, size, nbytes, overhead)
-        self.payloads = list(payloads.values())
-        self.places = [_places(i, payload) for i, payload in payloads.items()]
+        if size > 1 and algorithm not in TO_ALL and not context.windowed:
+            narrow = self._narrow(leaves)
+        # Nothing that refers to this plan, which would then keep gradients until a collection.
+        self._compressed, self._narrowed = compressed, narrow
+        self._leaves, self._nbytes, self._overhead = leaves, nbytes, overhead
+        self._size, self._windowed, self._density = size, context.windowed, density
+        both = compressed | narrow
+        both = {i: both[i] for i in order if i in both}
+
+        def choose() -> Choice:
+            if algorithm == "auto" and link is not None:
+                return self._ways().fastest(compressed, narrow, link)
+            return self._ways().by(algorithm, both)
+
+        key = (context.code, self.layout.fingerprint, size, algorithm, context.windowed)
+        choice = choose() if choices is None else remembered(choices, key, forms_of(leaves), choose)
+        self.choice, self.through_root = choice, choice.root
+        self.shared = {i: p for i, p in both.items() if i in choice.shared}
+        self.scattered = {i: p for i, p in both.items() if i in choice.scattered}
+        gathered = {i: p for i, p in both.items() if i in choice.gathered}
+        self.payloads = list(gathered.values())
+        self.places = [_places(i, payload) for i, payload in gathered.items()]
         self.shared_places = [_places(i, payload) for i, payload in self.shared.items()]
-        moved = [*self.places, *self.shared_places, self.summed]
+        self.scattered_places = [_places(i, payload) for i, payload in self.scattered.items()]
+        moved = [*self.places, *self.shared_places, *self.scattered_places, self.summed]
         elsewhere = {i for places in moved for i in places}
         rest = decode_leaves([None if i in elsewhere else x for i, x in enumerate(leaves)])
         dense = {i: widen(rest[i]) for i in order if rest[i] is not None and i not in elsewhere}
@@ -112,9 +144,34 @@ class Plan:
             out[places[0]] = Joined(joined, parts, joined.shape, joined.dtype)
         return out
 
-    def _dense_nbytes(self, position: int, payload: Payload) -> int:
-        leaves = [self.layout.leaves[i] for i in _places(position, payload)]
-        return sum(x.size * _ITEMSIZE[accumulation_dtype(x.dtype or "float32")] for x in leaves)
+    def compared(self) -> tuple[list[Alternative], float]:
+        """What each algorithm would put on the links; and what a dense ring would, in bytes."""
+        return self._ways().compared(self._compressed, self._narrowed)
+
+    def _ways(self) -> Ways:
+        lengths, rest = self._lengths()
+        nbytes = self._nbytes, self._overhead
+        of_step = self._windowed, self._density
+        return Ways(self._size, len(self._leaves), lengths, rest, *nbytes, *of_step)
+
+    def _lengths(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
+        """How many values each payload stands for, and how many are summed besides, by dtype."""
+        payloads = self._compressed | self._narrowed
+        lengths: dict[int, dict[str, int]] = {}
+        rest: dict[str, int] = {}
+        elsewhere: set[int] = set()
+        for i, payload in payloads.items():
+            lengths[i] = {}
+            for j in _places(i, payload):
+                elsewhere.add(j)
+                kind, length = self.dtype(j), self.layout.leaves[j].size
+                lengths[i][kind] = lengths[i].get(kind, 0) + length
+        for i, leaf in enumerate(self._leaves):
+            if i in self.summed:
+                leaf = self.summed[i].summand()
+            if i not in elsewhere and backends.is_array(leaf):
+                rest[self.dtype(i)] = rest.get(self.dtype(i), 0) + backends.size(leaf)
+        return lengths, dict(sorted(rest.items()))
 
     @cached_property
     def dense_places(self) -> dict[str, list[int]]:
@@ -122,9 +179,17 @@ class Plan:
         places: dict[str, list[int]] = {}
         for i in self.parts:
             places.setdefault(self.dtype(i), []).append(i)
-        if not places and not self.payloads and not self.shared:
+        if not (places or self.payloads or self.shared or self.scattered):
             places["float32"] = []
         return dict(sorted(places.items()))
+
+    @property
+    def gathered_lengths(self) -> dict[str, dict[int, int]]:
+        """For the dtypes that sums are made in, the lengths of the leaves gathered, by position."""
+        out: dict[str, dict[int, int]] = {"float32": {}, "float64": {}}
+        for i in (i for places in self.places for i in places):
+            out[self.dtype(i)][i] = self.layout.leaves[i].size
+        return out
 
     def dtype(self, position: int) -> str:
         """The dtype that a leaf is summed in."""
@@ -147,16 +212,27 @@ class Plan:
         found = [_split(self.shared[i], i, flat) for i, flat in sent_on.items()]
         return {i: part for parts in found for i, part in parts.items()}
 
+    def parts_of(self, sums: Mapping[int, Array]) -> dict[int, Array]:
+        """What owners of positions say of payloads, flat, by position, for each of their leaves."""
+        found = [_split(self.scattered[i], i, flat) for i, flat in sums.items()]
+        parts = {i: part for own in found for i, part in own.items()}
+        return {i: backends.of(x).cast(x, self.dtype(i)) for i, x in parts.items()}
+
     def late(self, summed: Mapping[int, Payload]) -> dict[int, Payload]:
         """Of the payloads that are summed, at their end, those whose values are known only now."""
         return {i: payload for i, payload in summed.items() if self.summed[i].late}
 
+    @in_phase("apply")
     def shaped(self, leaves: Sequence[Any], results: Mapping[int, Array]) -> list[Any]:
         """The flat results in the shapes of the leaves; None where a leaf is."""
         return [
-            None if leaf is None else backends.of(results[i]).reshape(results[i], spec.shape or ())
+            None if leaf is None else _reshaped(results[i], spec.shape or ())
             for i, (leaf, spec) in enumerate(zip(leaves, self.layout.leaves, strict=True))
         ]
+
+
+def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else backends.of(x).reshape(x, shape)
 
 
 def add_payload(
@@ -200,6 +276,7 @@ def _split(payload: Payload, place: int, flat: Array) -> dict[int, Array]:
     return {i: backends.of(x).ravel(x) for i, x in payload.parts.split(flat).items()}
 
 
+@in_phase("encode")
 def further_rounds(
     all_reduce: Callable[[Array], Array], size: int, plan: Plan, totals: dict[int, Array]
 ) -> dict[int, Payload]:
@@ -239,6 +316,7 @@ def further_rounds(
     return done
 
 
+@in_phase("apply")
 def results_of(
     plan: Plan,
     totals: Mapping[int, Array],
@@ -258,10 +336,11 @@ def results_of(
         factor: what the results are multiplied by: 0-d; None for one.
     """
     divisor = divisor_of(size, op)
-    results = {i: total / divisor for i, total in totals.items()}
+    results = {i: total if divisor == 1 else total / divisor for i, total in totals.items()}
     for i, payload in summed.items():
         mean = payload.decode()
-        results[i] = backends.of(mean).cast(mean, plan.dtype(i)) * (size // divisor)
+        result = backends.of(mean).cast(mean, plan.dtype(i))
+        results[i] = result if size == divisor else result * size
     if factor is not None:
         results = {i: result * factor for i, result in results.items()}
     for i, payload in plan.found.items():
@@ -274,59 +353,6 @@ def results_of(
 def divisor_of(size: int, op: str) -> int:
     """What sums over ranks are divided by."""
     return size if op == "mean" else 1
-
-
-def shard_length(payload: Payload, size: int) -> int:
-    """How many values each rank owns if it is cut in equal parts, at multiples of the grain."""
-    grain = payload.grain or 1
-    return -(-payload.size // (size * grain)) * grain
-
-
-def _worth_sharing(
-    payloads: dict[int, Payload],
-    dense_nbytes: dict[int, int],
-    size: int,
-    nbytes: Callable[[Sequence[Payload]], int],
-    header: int,
-) -> dict[int, Payload]:
-    """The payloads to share out among owners: those that cost less than otherwise.
-
-    That puts ``2 (N - 1)`` equal parts on the link. Both backends come to the same here, whatever
-    their headers: the sum of what is shared out is rounded, that of what is not is not.
-    """
-    part = {i: _part_nbytes(payload, size, nbytes) for i, payload in payloads.items()}
-    chosen = {
-        i: payload
-        for i, payload in payloads.items()
-        if 2 * size * part[i] < min(size * nbytes([payload]), 2 * dense_nbytes[i])
-    }
-    taken = 2 * size * (sum(part[i] for i in chosen) + header)
-    return chosen if taken < sum(2 * dense_nbytes[i] for i in chosen) else {}
-
-
-def _part_nbytes(payload: Payload, size: int, nbytes: Callable[[Sequence[Payload]], int]) -> float:
-    length = shard_length(payload, size)
-    stop = min(length, payload.size)
-    return nbytes([payload.cut(0, stop)]) * length / stop
-
-
-def _worth_it(
-    payloads: dict[int, Payload],
-    dense_nbytes: dict[int, int],
-    size: int,
-    nbytes: Callable[[Sequence[Payload]], int],
-    overhead: Callable[[Sequence[Payload]], int],
-) -> dict[int, Payload]:
-    """The payloads to gather: those that cost less than a dense all-reduce.
-
-    Gathering puts ``N - 1`` copies of a payload on the link, a ring all-reduce ``2 (N - 1) / N``
-    times the dense leaf.
-    """
-    ranks = max(size, 2)
-    cheaper = {i: p for i, p in payloads.items() if ranks * nbytes([p]) < 2 * dense_nbytes[i]}
-    chosen = list(cheaper.values())
-    saved = sum(2 * dense_nbytes[i] for i in cheaper)
-    return cheaper if ranks * (nbytes(chosen) + overhead(chosen)) < saved else {}
 
 
 def _places(position: int, payload: Payload) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from gradtx import backends
 from gradtx.core.errors import RankMismatchError
 from gradtx.core.payload import Joined, Payload
+from gradtx.core.phases import in_phase
 from gradtx.core.tree import arrays_in
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
@@ -121,6 +122,7 @@ class TwoShot:
         messages: what this rank sends to each owner; none if nothing is shared out.
     """
 
+    @in_phase("encode")
     def __init__(self, group: Group, plan: Plan, shards: Shards, header: Header) -> None:
         self._group, self._plan, self._shards, self._header = group, plan, shards, header
         self._own = shards.pieces[group.rank]
@@ -138,6 +140,7 @@ class TwoShot:
             self._error = error
             return Flags.of([self._header] * self._group.size)
 
+    @in_phase("decode")
     def _added(self, received: Sequence[torch.Tensor]) -> Flags:
         packing = self._shards.packings[self._group.rank]
         found = [self._decoded(data, packing) for data in received]
@@ -156,6 +159,7 @@ class TwoShot:
         leaves = len(self._header.absent)
         return decode_message(data, leaves, packing.sizes, self._header.fingerprint)
 
+    @in_phase("apply")
     def _add(self, place: int, payload: Payload, header: Header) -> None:
         joined = isinstance(self._shards.payloads[place], Joined)  # Absent leaves are zeros in it.
         if not joined and header.absent[self._plan.layout.path_ranks[place]]:
@@ -166,6 +170,7 @@ class TwoShot:
             values = payload.decode()
             self._sums[place] = backends.of(values).cast(values, self._plan.dtype(place))
 
+    @in_phase("encode")
     def send_on(
         self, op: str, factor: float = 1.0
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
@@ -197,6 +202,7 @@ class TwoShot:
                 returned[piece.place][piece.start : piece.stop] = left_out
         return self._gathered(encoded), returned
 
+    @in_phase("decode")
     def _gathered(self, encoded: Sequence[Payload]) -> dict[int, torch.Tensor]:
         """What all owners have sent on, flat, by position."""
         leaves, sizes = len(self._header.absent), self._shards.sizes

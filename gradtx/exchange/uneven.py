@@ -21,6 +21,8 @@ def gather(
     counts: Sequence[int],
     rooms: Sequence[int],
     nbytes_of: Callable[[Sequence[int]], int] | None = None,
+    *,
+    to_root: bool = False,
 ) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
     """The messages of all ranks, in rank order, each with the counts that its size follows from.
 
@@ -33,12 +35,14 @@ def gather(
         counts: how many values of each payload that varies are in it.
         rooms: how many there may be; no payload varies if there are none.
         nbytes_of: the size of a message by its counts, to be checked; None does not.
+        to_root: whether rank 0 alone gets the messages.
 
     Raises:
         WireFormatError: if a rank tells what cannot be.
     """
+    collect = group.gather if to_root else group.all_gather
     if not rooms:
-        return [(data, ()) for data in group.all_gather(message)]
+        return [(data, ()) for data in collect(message)]
     told = torch.tensor([message.numel(), *counts], dtype=torch.int64).view(torch.uint8)
     answers = [
         tuple(answer.clone().view(torch.int64).tolist())
@@ -55,5 +59,5 @@ def gather(
     filled[: message.numel()] = message
     return [
         (data[:nbytes], tuple(others))
-        for data, (nbytes, *others) in zip(group.all_gather(filled), answers, strict=True)
+        for data, (nbytes, *others) in zip(collect(filled), answers, strict=False)
     ]

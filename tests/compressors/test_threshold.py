@@ -18,6 +18,8 @@ from gradtx.core.tree import layout_of
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.incoming import exchange
 from gradtx.exchange.outgoing import Outgoing
+from gradtx.exchange.sharded import Sharded
+from gradtx.exchange.sparse_sums import SparseSums
 from gradtx.exchange.two_shot import TwoShot
 from gradtx.testing import check_laws, run_ranks
 from gradtx.wire import Header, WireFormatError, indices_nbytes, message_nbytes
@@ -299,8 +301,9 @@ def test_rank_that_tells_what_cannot_be_is_refused(told, text):
     assert message.numel() == 96
     group = Liar(told)
     shots = TwoShot(group, outgoing, outgoing.shards, header)
+    sharded, sparse = Sharded(group, outgoing.to_owners, header), SparseSums(outgoing, context)
     with pytest.raises(WireFormatError, match=text):
-        exchange(group, outgoing, header, message, [], shots)
+        exchange(group, outgoing, header, message, [], shots, sharded, sparse)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradtx as gx
+from gradtx.compressors.compressor import compressor
 from gradtx.core.payload import Payload, decode_leaves
+from gradtx.core.stage import Kind, Stage
+from gradtx.core.transformation import Transformation
 
 INF, NAN = float("inf"), float("nan")
 
@@ -550,3 +554,34 @@ def test_a_payload_that_is_not_registered_says_so():
 
     with pytest.raises(TypeError, match="Bare is no pytree node: decorate the class with register"):
         Bare(torch.ones(2), (2,), "float32")
+
+
+class Kept(NamedTuple):
+    whole: Any
+
+
+def first_values(count, *, stateful=False):
+    """A compressor that sends the first values of a leaf as a view, or keeps the whole leaf."""
+
+    def encode(flat, shape):
+        return gx.Sparse(flat[:count], torch.arange(count), shape, "float32")
+
+    stage = Stage("first", Kind.COMPRESSOR, biased=True, gives="sparse", stateful=stateful)
+    stateless = compressor(stage, encode)
+    if not stateful:
+        return stateless
+
+    def update(updates, state, params=None, **extra):
+        return stateless.update(updates, (), params)[0], Kept(dict(updates))
+
+    return Transformation(stage, lambda params, info: Kept(dict(params)), update)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_feedback_does_not_write_over_views_of_what_it_compressed(stateful):
+    tx = gx.error_feedback(first_values(2, stateful=stateful))
+    sent, state = tx.update({"w": torch.arange(1.0, 5)}, tx.init({"w": torch.zeros(4)}))
+    assert sent["w"].decode().tolist() == [1.0, 2.0, 0.0, 0.0]
+    assert state.residual["w"].tolist() == [0.0, 0.0, 3.0, 4.0]
+    if stateful:
+        assert state.inner_states[0].whole["w"].tolist() == [1.0, 2.0, 3.0, 4.0]

@@ -95,6 +95,14 @@ ONE_RULE = [
         "leave ef() out",
     ),
     (
+        "GX307",
+        (0, 1),
+        [plain_topk, gx.allreduce(algorithm="sharded", density=0.1)],
+        "allreduce(algorithm='sharded', density=0.1) leaves the small ones among the sums",
+        "or leave the density out",
+    ),
+    ("GX307", (0,), [gx.allreduce(algorithm="sharded", density=0.1)], "no error feedback", "ef()"),
+    (
         "GX401",
         (0, 1),
         [plain_topk, clip],

@@ -567,7 +567,8 @@ def test_counters_count_bad_steps_too():
         (
             {"algorithm": "ring"},
             ValueError,
-            "allreduce(algorithm='ring'): expected 'auto', 'gather' or 'two_shot'",
+            "allreduce(algorithm='ring'): expected 'auto', 'gather', 'two_shot', 'sharded' or "
+            "'root'",
         ),
         (
             {"axis_name": 3},

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 import gradtx as gx
+from gradtx.core.phases import PhaseClock
 from gradtx.exchange.group import Group, ProcessGroup, ThreadGroup, default_group, find_group
 from gradtx.testing import run_ranks
 from ranks import gloo_ranks
@@ -30,6 +31,11 @@ def collectives(rank):
     note("all_gather", [part.tolist() for part in group.all_gather(message)])
     parts = [torch.full((i + 1,), 10 * rank + i, dtype=torch.uint8) for i in range(group.size)]
     note("all_to_all", [part.tolist() for part in group.all_to_all(parts)])
+    note("gather", [part.tolist() for part in group.gather(message)])
+    # Of every length, none among them, from rank `i` to rank `j`: `i * j`.
+    parts = [torch.full((rank * i,), 10 * rank + i, dtype=torch.uint8) for i in range(group.size)]
+    lengths = [i * rank for i in range(group.size)]
+    note("uneven", [part.tolist() for part in group.all_to_all(parts, lengths)])
     for dtype in REDUCED:
         buffer = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, 8.0], dtype=dtype) * (rank + 1)
         note(f"all_reduce {dtype}", group.all_reduce(buffer).tolist())
@@ -57,6 +63,43 @@ def test_all_to_all_gives_what_all_have_for_a_rank(kind, size):
     """Of another length for each rank."""
     expected = [[[10 * other + rank] * (rank + 1) for other in range(size)] for rank in range(size)]
     assert [facts["all_to_all"] for facts in facts_of(kind, size)] == expected
+
+
+def large(rank):
+    """What every rank has of messages that are sent in pieces, in few numbers."""
+    group = find_group()
+    message = (torch.arange(2_500_001) % 251).to(torch.uint8) + rank
+    gathered = group.all_gather(message)
+    assert all(torch.equal(part, message - rank + i) for i, part in enumerate(gathered))
+    lengths = [1_200_000 * (i + 1) + i for i in range(group.size)]
+    parts = [torch.full((n,), 10 * rank + i, dtype=torch.uint8) for i, n in enumerate(lengths)]
+    return [(part.numel(), *part.unique().tolist()) for part in group.all_to_all(parts)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_messages_arrive_whole(size):
+    expected = [
+        [(1_200_000 * (rank + 1) + rank, 10 * other + rank) for other in range(size)]
+        for rank in range(size)
+    ]
+    assert gloo_ranks(size, large) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gather_gives_rank_0_all_messages(kind, size):
+    expected = [[10 * rank + i for i in range(7)] for rank in range(size)]
+    assert [facts["gather"] for facts in facts_of(kind, size)] == [expected, *[[]] * (size - 1)]
+    assert [facts["sent gather"] for facts in facts_of(kind, size)] == [0, *[7] * (size - 1)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_to_all_takes_other_lengths_from_each_rank(kind, size):
+    expected = [[[10 * i + rank] * (i * rank) for i in range(size)] for rank in range(size)]
+    assert [facts["uneven"] for facts in facts_of(kind, size)] == expected
+    sent = [facts["sent uneven"] for facts in facts_of(kind, size)]
+    assert sent == [sum(rank * i for i in range(size) if i != rank) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -231,6 +274,35 @@ def init(tmp_path):
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def beside_a_receive(rank):
+    """A large gather while a user waits for a tensor of its own."""
+    group, mine = find_group(), torch.zeros(4)
+    pending = dist.irecv(mine, src=1 - rank)
+    received = group.all_gather(torch.full((3 << 20,), rank, dtype=torch.uint8))
+    dist.send(torch.full((4,), 7.0 + rank), dst=1 - rank)
+    pending.wait()
+    return [int(part.float().mean()) for part in received], mine.tolist()
+
+
+def test_pieces_are_not_taken_for_what_a_user_sends():
+    assert gloo_ranks(2, beside_a_receive) == [([0, 1], [8.0] * 4), ([0, 1], [7.0] * 4)]
+
+
+def test_all_collectives_count_as_transport():
+    def rank(i):
+        group, message = find_group(), torch.zeros(2, dtype=torch.uint8)
+        found = []
+        for collective in (group.all_gather, group.gather, group.all_reduce, group.broadcast):
+            with PhaseClock().running() as clock:
+                collective(message)
+            found.append(set(clock.seconds))
+        with PhaseClock().running() as clock:
+            group.all_to_all([message] * 2)
+        return [*found, set(clock.seconds)]
+
+    assert run_ranks(2, rank) == [[{"transport"}] * 5] * 2
 
 
 def test_a_new_default_process_group_is_a_new_group(init):

@@ -269,7 +269,7 @@ def test_equal_step_counts_go_on():
     assert [kind for kind, _ in outcomes] == ["fine"] * 2
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "auto"])
+@pytest.mark.parametrize("algorithm", ["gather", "auto", "sharded"])
 def test_a_rank_that_falls_a_step_behind_later_is_noticed(algorithm):
     tx = gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce(algorithm=algorithm))
     grads = {"w": torch.ones(500)}
@@ -325,6 +325,12 @@ KINDS = {
     ),
     "two shots": lambda fuse: gx.chain(
         local(fuse), gx.cast("float8_e4m3fn"), gx.ef(), gx.allreduce(algorithm="two_shot")
+    ),
+    "sharded": lambda fuse: gx.chain(
+        local(fuse), gx.topk(0.1), gx.ef(), gx.allreduce(algorithm="sharded")
+    ),
+    "root": lambda fuse: gx.chain(
+        local(fuse), gx.topk(0.1), gx.ef(), gx.allreduce(algorithm="root")
     ),
     "mixed": lambda fuse: gx.chain(
         gx.unscale(),

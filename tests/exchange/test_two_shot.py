@@ -542,8 +542,8 @@ class Noise(Group):
         self._change, self._shot = change, shot
         self._shots = 0
 
-    def _all_to_all(self, parts):
-        return self._changed(self._inner._all_to_all(parts), 0)
+    def _all_to_all(self, parts, lengths):
+        return self._changed(self._inner._all_to_all(parts, lengths), 0)
 
     def _all_gather(self, message):
         received = self._inner._all_gather(message)

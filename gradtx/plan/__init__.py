@@ -1,0 +1,1 @@
+"""What exchanges would cost on other ranks and links: ``python -m gradtx plan``."""
