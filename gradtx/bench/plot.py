@@ -41,10 +41,10 @@ def check_plot(path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("matplotlib not found: pip install 'gradtx[plot]'")
     if path.suffix not in PICTURES:
         raise ValueError(f"{path}: expected a file that ends in {', '.join(PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("matplotlib not found: pip install 'gradtx[plot]'")
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
