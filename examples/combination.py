@@ -418,7 +418,7 @@ def main() -> int:
     # A rate so low that no run oscillates: at a rate of 1 the loss of one chain differs by some
     # percent between seeds, and a comparison says nothing.
     full = Settings(2000, 3, 64, 2, 100, 0.1)
-    usual = Settings(64, 1, 32, 1, 8, 0.5) if options.short else full
+    usual = Settings(64, 1, 32, 1, 8, 1.0) if options.short else full
     settings = replace(
         usual,
         # Whole windows, so that all see as many batches.

@@ -103,9 +103,10 @@ class TestCombination:
         # Values and positions: 0.05 * (16 + 6.4) of 32 bits, and a header.
         assert dense["wire_bytes"] / compressed["wire_bytes"] > 25
         assert compressed_window["wire_bytes"] == compressed["wire_bytes"]
-        # Without error feedback it is 4.6 % above dense; both begin at 4.56.
-        assert dense["losses"][0] < 2.9
-        assert compressed["against_peers"][0] < 3
+        # At this rate it ends 5.4 % below dense, and without error feedback 0.4 % above. All begin
+        # at 4.56.
+        assert dense["losses"][0] < 3.3
+        assert compressed["against_peers"][0] < -2
         for variant, dense_loss in ((compressed, dense), (compressed_window, dense_window)):
             [loss], [peer] = variant["losses"], dense_loss["losses"]
             assert variant["against_peers"] == [pytest.approx(100 * (loss / peer - 1))]
