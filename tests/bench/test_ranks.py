@@ -87,7 +87,8 @@ def test_ranks_are_hosts_with_counters_of_their_own():
 @pytest.mark.parametrize("how", ["exit", "raise"])
 def test_a_rank_that_fails_is_reported(how):
     messages = told_by(LOOPBACK, fail, how)
-    with pytest.raises(ProcessException, match=r"exit code 3|does not like it|Connection closed"):
+    # The other rank, which waits for it, may be the first to be heard.
+    with pytest.raises(ProcessException, match=r"exit code 3|does not like it|Connection"):
         list(messages)
 
 
