@@ -168,3 +168,21 @@ def _difference(ranks: Sequence[tuple[str, dict[str, list[str]]]]) -> str:
                 lines.append(f"leaf {path!r}: rank 0 has {here}, rank {rank} has {there}")
     shown = lines[:20] + ([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])
     return "ranks differ in " + "; ".join(shown)
+
+
+def stop(group: Group, error: Exception | None) -> None:
+    """Ends a step that some rank has failed in, on all of them.
+
+    Args:
+        group: the ranks.
+        error: this rank's own, if it has one.
+
+    Raises:
+        Exception: that error; on the others a `RankMismatchError` with its text.
+    """
+    try:
+        share_error(group, "" if error is None else f"{type(error).__name__}: {error}")
+    except RankMismatchError:
+        if error is not None:
+            raise error from None
+        raise

@@ -25,11 +25,10 @@ from typing import TypeVar
 import torch
 
 from gradtx import backends
-from gradtx.core.errors import RankMismatchError
 from gradtx.core.payload import Payload
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
-from gradtx.exchange.handshake import share_error
+from gradtx.exchange.handshake import stop
 from gradtx.exchange.lanes import (
     Lane,
     Part,
@@ -273,15 +272,8 @@ class Sharded:
         return told
 
     def _stop_if_failed(self, said: Sequence[int]) -> None:
-        if _FAILED not in said:
-            return
-        text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
-        try:
-            share_error(self._group, text)
-        except RankMismatchError:
-            if self._error is not None:
-                raise self._error from None
-            raise
+        if _FAILED in said:
+            stop(self._group, self._error)
 
     def _keep(
         self, sums: Sequence[torch.Tensor], own: Sequence[torch.Tensor], dense: Sequence[bool]

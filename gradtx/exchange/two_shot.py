@@ -21,7 +21,7 @@ from gradtx.core.phases import in_phase
 from gradtx.core.tree import arrays_in
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
-from gradtx.exchange.handshake import share_error
+from gradtx.exchange.handshake import stop
 from gradtx.exchange.message import Packing
 from gradtx.exchange.plan import Plan, divisor_of
 from gradtx.wire import (
@@ -221,22 +221,13 @@ class TwoShot:
             for data, length, own in zip(received, nbytes, sizes, strict=True)
         ]
         if any(header.error for header, _ in found):
-            self._stop()
+            stop(self._group, self._error)
         runs: dict[int, list[torch.Tensor]] = {i: [] for i in self._shards.payloads}
         owners = zip(self._shards.pieces, self._shards.packings, found, strict=True)
         for pieces, packing, (_, segments) in owners:
             for piece, payload in zip(pieces, packing.decode(segments), strict=True):
                 runs[piece.place].append(payload.decode())
         return {i: torch.cat(parts) for i, parts in runs.items()}
-
-    def _stop(self) -> None:
-        text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
-        try:
-            share_error(self._group, text)
-        except RankMismatchError:
-            if self._error is not None:
-                raise self._error from None
-            raise
 
 
 def check_steps(header: Header, others: Sequence[Header], rank: int) -> None:
