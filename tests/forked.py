@@ -2,7 +2,11 @@
 
 import contextlib
 import multiprocessing
+import os
+import signal
+import time
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -25,6 +29,23 @@ class Forked:
 
     def tell(self, word):
         self._line.send(word)
+
+    def suspend(self, timeout=30.0):
+        """Stops the process as SIGSTOP does, and waits until it has: the signal takes a while.
+
+        Raises:
+            TimeoutError: if some thread of it still runs after so many seconds.
+        """
+        os.kill(self.process.pid, signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        deadline = time.monotonic() + timeout
+        # A name may hold blanks and brackets; the state comes after it.
+        while any(
+            stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")
+        ):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.process} does not stop")
+            time.sleep(0.001)
 
     def hear(self, timeout=30.0):
         """What the process says next.

@@ -9,7 +9,7 @@ import pytest
 
 import apart
 import gradtx as gx
-from forked import forked
+from forked import Forked, forked
 
 BOUND = 3
 
@@ -47,7 +47,7 @@ def test_a_dead_worker_no_longer_holds_the_others():
         number = victim.hear()
         other.hear()
         other.tell("go")
-        os.kill(victim.process.pid, signal.SIGKILL)
+        victim.process.kill()
         assert other.hear() == list(range(1, 21))
         server.join(workers=2, timeout=20)
     assert list(server.lost) == [number]
@@ -63,7 +63,7 @@ def test_a_dead_worker_stops_all_if_so_configured():
     ):
         number = victim.hear()
         other.hear()
-        os.kill(victim.process.pid, signal.SIGKILL)
+        victim.process.kill()
         reason = f"worker {number} has given no sign of life in 2 s"
         text = f"the parameter server has stopped: {reason}"
         assert [error[:2] for error in other.hear()] == [("RankMismatchError", text)] * 2
@@ -71,15 +71,15 @@ def test_a_dead_worker_stops_all_if_so_configured():
             server.join(timeout=20)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_server_is_one_clear_error_in_time(how):
+@pytest.mark.parametrize("end", [lambda s: s.process.kill(), Forked.suspend], ids=["kill", "stop"])
+def test_a_dead_server_is_one_clear_error_in_time(end):
     """Stopped, it is like a machine that is gone: its sockets stay open, and nothing comes."""
     with (
         forked(apart.serve_for_ever) as server,
         forked(apart.work_until_an_error, server.hear()) as worker,
     ):
         worker.hear()
-        os.kill(server.process.pid, how)
+        end(server)
         errors = worker.hear()
     kinds, texts, seconds = zip(*errors, strict=True)
     assert set(kinds) == {"ConnectionError"}
@@ -98,7 +98,7 @@ def test_a_worker_that_was_taken_for_dead_is_told():
         forked(apart.work_until_an_error, store.port) as paused,
     ):
         number = paused.hear()
-        os.kill(paused.process.pid, signal.SIGSTOP)
+        paused.suspend()
         server.join(timeout=20)
         os.kill(paused.process.pid, signal.SIGCONT)
         (kind, text, _), _ = paused.hear()
@@ -149,7 +149,7 @@ def test_an_interpreter_whose_server_is_silent_exits():
         child.stdin.write(f"{server.hear()}\n")
         child.stdin.flush()
         assert child.stdout.readline() == "there\n"
-        os.kill(server.process.pid, signal.SIGSTOP)
+        server.suspend()
         out, errors = child.communicate("go\n", timeout=60)
     expected = "no sign of life from the parameter server in 2 s\n"
     assert (child.returncode, out) == (0, expected), errors
