@@ -44,6 +44,7 @@ from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
 from gradtx.exchange.allreduce import allreduce
 from gradtx.exchange.cost import Link
+from gradtx.exchange.grid import node_groups
 from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
@@ -115,6 +116,7 @@ __all__ = [
     "min_size",
     "momentum_correction",
     "natural",
+    "node_groups",
     "partition_specs",
     "path_glob",
     "powersgd",

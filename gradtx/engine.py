@@ -15,6 +15,7 @@ from gradtx.backends.torch_ops import flags
 from gradtx.background import Background, Job
 from gradtx.core.chain import Chain, ChainState, fail
 from gradtx.core.stage import Kind
+from gradtx.core.transformation import Exchange
 from gradtx.core.tree import PyTree, arrays_in, flatten, map_leaves, unflatten, widen
 from gradtx.exchange.group import Group
 from gradtx.transforms.delayed import DelayedState, Result, delayed, outcome_of
@@ -112,7 +113,11 @@ class Overlapped:
         self._params, self._own = params, group.sibling()
         exchange: Any = tx.exchange
         # The same parts as those of the chain, over another group.
-        again = Chain([*tx.before_delay, delayed(exchange.over(self._own), steps=tx.delay)])
+        before = [
+            part.over(part.group.sibling()) if isinstance(part, Exchange) else part
+            for part in tx.before_delay
+        ]
+        again = Chain([*before, delayed(exchange.over(self._own), steps=tx.delay)])
         self._front = Chain(again.core[0].parts)
         self._behind = Chain(behind) if behind else None
         self._background = Background()

@@ -31,6 +31,7 @@ from gradtx.core.tree import (
     widen,
 )
 from gradtx.engine import Direct, Outcome, Overlapped
+from gradtx.exchange.grid import joint
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
@@ -55,6 +56,8 @@ class SyncReport:
             first has the handshake in it, ``N - 1`` times 1 KiB.
         dense_bytes: bytes that a ring all-reduce of the gradients in FP32 would have put there:
             ``2 (N - 1) / N`` times 4 bytes a value; none before the end of a window.
+
+    Of a chain with an exchange inside nodes and one between them, both speak of the second.
     """
 
     ready: bool
@@ -106,7 +109,8 @@ class Pipeline:
     def __init__(
         self, tx: Any, model: Any, *, scaler: Any = None, max_skips: int | None = 100
     ) -> None:
-        self._group = find_group(None)
+        self._groups: tuple[Group, ...] = (find_group(None),)
+        self._between = self._group = self._groups[0]
         try:
             if max_skips is not None:
                 check_whole("Pipeline(max_skips", max_skips, 1)
@@ -124,7 +128,7 @@ class Pipeline:
         self._masters = Masters(self._parameters if self._with_masters else {})
         # Now that all ranks come: it may make a process group.
         engine = Overlapped if self.tx.delay else Direct
-        self._engine: Direct | Overlapped = engine(self._run, self._group, self._tree, state)
+        self._engine: Direct | Overlapped = engine(self._run, self._between, self._tree, state)
 
     def _prepare(self, tx: Any, model: Any, scaler: Any) -> Any:
         """All of the construction that one rank does alone, and may fail in; the first state."""
@@ -141,7 +145,8 @@ class Pipeline:
                     f"{self.tx.exchange.code()} exchanges JAX arrays over a mesh; a Pipeline has "
                     "torch tensors: write allreduce()"
                 )
-            self._group = self.tx.exchange.group
+            self._groups = self.tx.groups
+            self._between, self._group = self._groups[0], joint(self._groups)
         _check_chain(self.tx, self._group)
         _refuse_ddp(model)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
@@ -250,7 +255,7 @@ class Pipeline:
         self._engine.close()
 
     def _check_group(self) -> None:
-        if self.tx.exchange is not None and self.tx.exchange.group is not self._group:
+        if self.tx.exchange is not None and self.tx.groups != self._groups:
             raise RuntimeError(
                 "the process group is another one than when the Pipeline was built: build it after "
                 "torch.distributed.init_process_group, so that parameters start equal"
@@ -271,7 +276,8 @@ class Pipeline:
                 self._scaler.go_on(optimizers)
         if decided:
             self._count_skips(outcome.skipped)
-        dense = 2 * (self._group.size - 1) * 4 * self._values // self._group.size
+        size = self._between.size
+        dense = 2 * (size - 1) * 4 * self._values // size
         return SyncReport(
             ready=written and outcome.ready,
             skipped=outcome.skipped,

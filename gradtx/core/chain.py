@@ -134,14 +134,16 @@ class Chain(Transformation):
     Attributes:
         transformations: the flat chain, as it was written.
         core: the plain combinators it resolves to.
-        exchange: the (first) exchange in it, or None.
+        exchange: the exchange in it, of several the last one, or None.
+        inners: those before it, inside nodes, outermost first.
         shared_code: its code without what differs between ranks.
     """
 
     def __init__(self, transformations: Sequence[Transformation]) -> None:
         self.transformations = tuple(transformations)
         self.core = resolve(self.transformations)
-        self.exchange = _exchange_in(self.core)
+        self.exchange = next_exchange(self.core)
+        self.inners = tuple(_inners_in(self.core))
 
         def code(local: bool) -> str:
             arguments = [t.code(local=local) for t in self.transformations]
@@ -157,11 +159,8 @@ class Chain(Transformation):
             code=code,
         )
         self.shared_code = self.code(local=False)
-        self._holds_back = any(
-            isinstance(part, Delaying) or (isinstance(part, Enclosing) and isinstance(part, Gate))
-            for part in self.core
-        )
         self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
+        self._holds_back = self._windowed or any(isinstance(part, Delaying) for part in self.core)
         self._joins = _ends_in_feedback(self.stages)
         # A state behind the exchange may keep its results: the next gradients must not reach them.
         self._overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
@@ -265,11 +264,24 @@ class Chain(Transformation):
         """What is known of a step before it begins."""
         return Context(
             getattr(state, "layout", Layout((), None)),
-            self.shared_code,
+            self.shared_code + self._grid,
             alone=self.exchange is None,
             windowed=self._windowed,
             joins=self._joins,
         )
+
+    @property
+    def _grid(self) -> str:
+        """How many ranks there are in each group, if there are several: the same for all."""
+        if not self.inners or self.exchange is None or self.exchange.one_program:
+            return ""
+        return f" on {' x '.join(str(group.size) for group in self.groups)} ranks"
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """The groups of ranks that its exchanges are over, that of the last one first."""
+        exchanges = [inner.exchange for inner in self.inners]
+        return tuple(each.group for each in (self.exchange, *reversed(exchanges)) if each)
 
     def _may_vary(self, state: Any) -> bool:
         varying = any(isinstance(a.value, Schedule) for s in self.stages for a in s.arguments)
@@ -299,7 +311,9 @@ class Chain(Transformation):
             if exchange is not None and exchange.one_program:
                 paths = (spec.path for spec in layout.leaves)
                 given = zip(paths, leaves, strict=True)
-                exchange.check_local({p: leaf for p, leaf in given if leaf is not None})
+                there = {p: leaf for p, leaf in given if leaf is not None}
+                for each in (exchange, *(inner.exchange for inner in self.inners)):
+                    each.check_local(there)
             if any(leaf is None for leaf in leaves):
                 context = replace(context, absent=_absent(leaves, layout))
                 context.progress.absent = context.absent
@@ -362,16 +376,27 @@ def telling_others(tx: Chain, state: ChainState, context: Context) -> Iterator[N
 
 
 def _tell(tx: Chain, state: Any, context: Context, error: Exception) -> None:
+    for inner in tx.inners:
+        inner.fail(*_at(tx, state, context, inner, error))
+    for meeting in reversed(context.progress.meetings.values()):
+        with suppress(Exception):  # It is this one that the user is to see.
+            meeting.confirm(error)
     exchange: Any = tx.exchange
+    exchange.fail(*_at(tx, state, context, exchange, error))
+
+
+def _at(tx: Chain, state: Any, context: Context, part: Any, error: Exception) -> tuple[Any, ...]:
+    """What one that stands in a chain is told when a step fails."""
     try:
-        own = find_exchange(tx.core, state.states)
-        arrives = rehearsed(tx, state, context)
+        own, arrives = _state_of(part, tx.core, state.states), rehearsed(tx, state, context, part)
     except Exception:  # The state itself is at fault: what is known without it has to do.
         own, arrives = None, None
-    exchange.fail(None if own is None else own[1], context, error, arrives)
+    return own, context, error, arrives
 
 
-def rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
+def rehearsed(
+    tx: Chain, state: ChainState, context: Context, at: Transformation | None = None
+) -> PyTree | None:
     """What zeros look like when they arrive at the exchange; None if they do not get there.
 
     The sizes of what a rank sends may change with the step. They follow from the state, so a rank
@@ -383,20 +408,25 @@ def rehearsed(tx: Chain, state: ChainState, context: Context) -> PyTree | None:
     if state.loss_scale is None:
         extra["loss_scale"] = 1.0
     try:
-        return arriving(tx.core, unflatten(layout.treespec, zeros), state.states, extra)
+        zeros = unflatten(layout.treespec, zeros)
+        return arriving(at or tx.exchange, tx.core, zeros, state.states, extra)
     except Exception:  # The stage that fails on the gradients may fail on zeros too.
         return None
 
 
 def arriving(
-    parts: Sequence[Transformation], updates: PyTree, states: Sequence[Any], extra: dict[str, Any]
+    at: Transformation | None,
+    parts: Sequence[Transformation],
+    updates: PyTree,
+    states: Sequence[Any],
+    extra: dict[str, Any],
 ) -> PyTree:
-    """The updates as they arrive at the exchange among the parts."""
+    """The updates as they arrive at one of the parts, or of those within, past all exchanges."""
     for part, state in zip(parts, states, strict=True):
-        if isinstance(part, Exchange):
+        if part is at or isinstance(part, Exchange):
             break
         if part.parts and part.stage.kind is Kind.EXCHANGE:
-            return arriving(part.parts, updates, state.inner_states, extra)
+            return arriving(at, part.parts, updates, state.inner_states, extra)
         updates, _ = part.step(updates, state, None, **extra)
     return updates
 
@@ -406,32 +436,43 @@ def _ends_in_feedback(stages: Sequence[Stage]) -> bool:
     kinds = [stage.kind for stage in stages if stage.kind is not Kind.DELAY]
     if Kind.EXCHANGE not in kinds:
         return False
-    before = kinds[: kinds.index(Kind.EXCHANGE)]
+    before = kinds[: _last(kinds, Kind.EXCHANGE)]
     return before.count(Kind.FEEDBACK) == 1 and before[-1] is Kind.FEEDBACK
 
 
 def _behind_exchange(stages: Sequence[Stage]) -> Sequence[Stage]:
     kinds = [stage.kind for stage in stages]
-    return stages[kinds.index(Kind.EXCHANGE) + 1 :] if Kind.EXCHANGE in kinds else ()
+    return stages[_last(kinds, Kind.EXCHANGE) + 1 :] if Kind.EXCHANGE in kinds else ()
 
 
-def _exchange_in(parts: Sequence[Transformation]) -> Exchange | None:
+def _last(kinds: Sequence[Kind], kind: Kind) -> int:
+    return len(kinds) - 1 - kinds[::-1].index(kind)
+
+
+def next_exchange(parts: Sequence[Transformation]) -> Exchange | None:
+    """The first exchange among the parts of a core form, past those inside nodes."""
     for part in parts:
-        found = part if isinstance(part, Exchange) else _exchange_in(part.parts)
+        found = part if isinstance(part, Exchange) else next_exchange(part.parts)
         if found is not None:
             return found
     return None
 
 
-def find_exchange(
-    parts: Sequence[Transformation], states: Sequence[Any]
-) -> tuple[Exchange, Any] | None:
-    """The exchange among the parts of a core form, and its state."""
+def _inners_in(parts: Sequence[Transformation]) -> Iterator[Any]:
+    """The exchanges before another one, and all to their right."""
+    for part in parts:
+        if isinstance(getattr(part, "exchange", None), Exchange):
+            yield part
+        yield from _inners_in(part.parts)
+
+
+def _state_of(wanted: Any, parts: Sequence[Transformation], states: Sequence[Any]) -> Any:
+    """The state of an exchange, or of one before another, among the parts of a core form."""
     for part, state in zip(parts, states, strict=True):
-        if isinstance(part, Exchange):
-            return part, state
+        if part is wanted:
+            return state
         if part.parts and part.stage.kind is Kind.EXCHANGE:
-            return find_exchange(part.parts, state.inner_states)
+            return _state_of(wanted, part.parts, state.inner_states)
     return None
 
 
@@ -536,7 +577,7 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
         predicate = all_of(*predicates) if predicates else None
         parts.extend(masked(part, predicate) if predicate else part for part in found)
 
-    for part in transformations:
+    for i, part in enumerate(transformations):
         if part.stage.kind is Kind.COMPRESSOR:
             compressors.append(part)
             continue
@@ -550,12 +591,21 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
             predicates.append(part.predicate)
         elif any(stage.lossy for stage in part.stages) and part.stage.kind is not Kind.EXCHANGE:
             keep(part)
+        elif isinstance(part, Exchange) and _followed(part, transformations[i + 1 :]):
+            parts.append(part.before_another())
+            predicates = []
         else:
             parts.append(part)
             if part.stage.kind is Kind.EXCHANGE:
                 predicates = []
     keep(*compressors)
     return _delayed(parts)
+
+
+def _followed(exchange: Exchange, right: Sequence[Transformation]) -> bool:
+    """Whether an exchange over other ranks stands to the right of one."""
+    stages = [stage for part in right for stage in part.stages if stage.kind is Kind.EXCHANGE]
+    return bool(stages) and not any(exchange.stage.same_ranks(stage) for stage in stages)
 
 
 def _delayed(parts: list[Transformation]) -> tuple[Transformation, ...]:

@@ -141,6 +141,14 @@ def _left_out_for_good(flow: Flow) -> Iterator[tuple[int, ...]]:
             yield (i, *without)
 
 
+def _compressed_inside(flow: Flow) -> Iterator[tuple[int, ...]]:
+    exchanges = flow.where(Kind.EXCHANGE)
+    for i in flow.where(Kind.COMPRESSOR):
+        following = [j for j in exchanges if j > i]
+        if len(following) > 1:
+            yield (i, following[0], following[-1])
+
+
 def _compressor_behind_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
     for i in flow.where(Kind.COMPRESSOR):
         if flow.streams[i].reduced:
@@ -166,14 +174,16 @@ def _accumulate_too_late(flow: Flow) -> Iterator[tuple[int, ...]]:
 
 def _delayed_nothing(flow: Flow) -> Iterator[tuple[int, ...]]:
     for i in flow.where(Kind.DELAY):
-        if i + 1 not in flow.where(Kind.EXCHANGE):
+        if i + 1 not in flow.where(Kind.EXCHANGE)[-1:]:
             yield (i,)
 
 
 def _second_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
     exchanges = flow.where(Kind.EXCHANGE)
-    for i in exchanges[1:]:
-        yield (i, exchanges[0])
+    for n, i in enumerate(exchanges):
+        same = [j for j in exchanges[:n] if flow.stages[i].same_ranks(flow.stages[j])]
+        if same:
+            yield (i, same[0])
 
 
 def _needs_reduced_before_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
@@ -277,6 +287,14 @@ RULES: tuple[Rule, ...] = (
         "leave it out",
     ),
     Rule(
+        "GX406",
+        "dense inside, compressed between",
+        _compressed_inside,
+        "{0} compresses before {1}, and {2} exchanges what comes of that a second time: what is "
+        "compressed has to reach all ranks at once",
+        "put {0} (and its ef()) behind {1}",
+    ),
+    Rule(
         "GX403",
         "reduced gradients behind the exchange",
         _needs_reduced_before_exchange,
@@ -297,8 +315,8 @@ RULES: tuple[Rule, ...] = (
         "GX502",
         "a delay directly before the exchange",
         _delayed_nothing,
-        "{0} has no exchange directly to its right: it acts on that, and there is nothing for it "
-        "to delay",
+        "{0} does not stand directly before the exchange (the last one, of several): it acts on "
+        "that, and there is nothing else for it to delay",
         "put it directly before allreduce()",
     ),
     Rule(
@@ -345,7 +363,7 @@ def check(stages: Sequence[Stage], rules: Sequence[Rule] = RULES) -> list[Violat
     for rule in rules:
         for positions in rule.find(flow):
             names = [flow.stages[i].code().removeprefix("gx.") for i in positions]
-            names += [""] * (2 - len(names))
+            names += [""] * (3 - len(names))
             found.append(
                 Violation(
                     rule.code,

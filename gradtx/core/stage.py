@@ -100,6 +100,11 @@ class Stage:
         """Whether information is lost in it."""
         return self.kind is Kind.COMPRESSOR
 
+    def same_ranks(self, other: Stage) -> bool:
+        """Of two exchanges, whether they are over the same ranks, as far as the stages tell."""
+        here, there = self.hyperparameters, other.hyperparameters
+        return all(here.get(name) == there.get(name) for name in ("group", "axis_name"))
+
     def code(self, *, local: bool = True) -> str:
         """The call that makes the stage.
 

@@ -15,12 +15,14 @@ class Stream:
     Attributes:
         scaled: still multiplied by the loss scale.
         reduced: the gradient of all ranks, not of this one.
+        partly: that of some ranks: one exchange is behind it, and another to come.
         form: ``"dense"``, or the form of the payload.
         fidelity: ``"exact"``, ``"lossy"`` or ``"compensated"`` (what was lost comes back later).
     """
 
     scaled: bool
     reduced: bool = False
+    partly: bool = False
     form: str = "dense"
     fidelity: str = "exact"
 
@@ -28,14 +30,14 @@ class Stream:
         return ", ".join(
             (
                 "loss-scaled" if self.scaled else "true",
-                "reduced" if self.reduced else "local",
+                "reduced" if self.reduced else "partly reduced" if self.partly else "local",
                 self.form,
                 self.fidelity,
             )
         )
 
-    def after(self, stage: Stage) -> Stream:
-        """The stream behind a stage."""
+    def after(self, stage: Stage, *, last: bool = True) -> Stream:
+        """The stream behind a stage; of an exchange, whether it is the last one."""
         match stage.kind:
             case Kind.UNSCALE:
                 return replace(self, scaled=False)
@@ -44,7 +46,7 @@ class Stream:
             case Kind.FEEDBACK:
                 return replace(self, fidelity="compensated")
             case Kind.EXCHANGE:
-                return replace(self, reduced=True, form="dense")
+                return replace(self, reduced=last, partly=not last, form="dense")
             case _:
                 return self
 
@@ -55,6 +57,7 @@ def streams(stages: Sequence[Stage]) -> list[Stream]:
     It starts loss-scaled if an `unscale` is among the stages, else true.
     """
     out = [Stream(scaled=any(stage.kind is Kind.UNSCALE for stage in stages))]
-    for stage in stages:
-        out.append(out[-1].after(stage))
+    kinds = [stage.kind for stage in stages]
+    for i, stage in enumerate(stages):
+        out.append(out[-1].after(stage, last=Kind.EXCHANGE not in kinds[i + 1 :]))
     return out

@@ -58,6 +58,9 @@ class Progress:
         nothing: no rank had anything to bring, so that there is nothing to step with.
         left_out: a rank has left something bad out of what it brought.
         through: all ranks have said that they bring no more.
+        weight: what the parts of all ranks weigh together, where they are unequal.
+        meetings: by what they are of, exchanges before the one between nodes; see
+            `gradtx.exchange.inner`.
     """
 
     def __init__(self) -> None:
@@ -70,6 +73,8 @@ class Progress:
         self.nothing: Any = False
         self.left_out: Any = False
         self.through = True
+        self.weight: Any = None
+        self.meetings: dict[int, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,15 @@ class Share:
         mean: whether the result is the mean by weight, rather than by rank.
         left_out: whether it has left something bad out: a bool, or 0-d.
         flushing: whether it brings no more until all ranks are through.
+        partial: whether others are still to be heard, in an exchange to come, before it is known
+            what all have brought.
     """
 
     weight: Any
     mean: bool
     left_out: Any
     flushing: bool
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -323,6 +331,10 @@ class Exchange(Transformation):
 
     def over(self, group: Any) -> Exchange:
         """The same exchange among the same ranks, over another group."""
+        raise NotImplementedError
+
+    def before_another(self) -> Transformation:
+        """What it is where another exchange stands to its right: it takes hold of all of that."""
         raise NotImplementedError
 
     def check_local(self, leaves: Mapping[str, Array]) -> None:

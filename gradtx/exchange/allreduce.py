@@ -15,7 +15,7 @@ from gradtx import backends
 from gradtx.core.arguments import check_ratio
 from gradtx.core.combinators import judge
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import Context, Exchange
+from gradtx.core.transformation import Context, Exchange, Transformation
 from gradtx.core.tree import Array, Info, PyTree, arrays_in, flatten, unflatten
 from gradtx.exchange.compare import described
 from gradtx.exchange.cost import Link
@@ -23,6 +23,7 @@ from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree, share_error
 from gradtx.exchange.incoming import exchange
+from gradtx.exchange.inner import Inner
 from gradtx.exchange.outgoing import Outgoing, Sizes
 from gradtx.exchange.plan import (
     ALGORITHMS,
@@ -238,6 +239,10 @@ class Allreduce(Exchange):
         given = self._op, self._algorithm, self._density, self._link
         return Allreduce(group, self.axis_name, *given)
 
+    def before_another(self) -> Transformation:
+        """What it is where another exchange stands to its right."""
+        return Inner(self, ())
+
     def ranks(self, arrays: Sequence[Array]) -> tuple[Any, int]:
         """This rank's number and how many there are, for the arrays of a step."""
         on_jax = any(not isinstance(x, torch.Tensor) for x in arrays)
@@ -319,6 +324,8 @@ class Allreduce(Exchange):
         shots = TwoShot(group, outgoing, outgoing.shards, header)
         sharded = Sharded(group, outgoing.to_owners, header)
 
+        for meeting in reversed(context.progress.meetings.values()):
+            meeting.confirm()
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
         sparse = SparseSums(outgoing, context)
@@ -330,7 +337,8 @@ class Allreduce(Exchange):
         finite_everywhere = flags.not_finite == 0
         if share is not None:
             _tell(context, flags, group.size)
-            finite_everywhere &= not (flags.left_out and flags.weight == 0)
+            nothing_good = flags.left_out and flags.weight == 0
+            finite_everywhere &= share.partial or not nothing_good
         factor = context.progress.factor
         results = results_of(outgoing, totals, summed, group.size, self._op, factor)
         results |= sparse.results(divisor_of(group.size, self._op), factor)
@@ -451,6 +459,7 @@ def _init(params: PyTree, info: Info | None) -> AllreduceState:
 def _tell(context: Context, flags: Flags, size: int) -> None:
     """Says of the step what the ranks have brought together."""
     told = context.progress
+    told.weight = flags.weight
     told.left_out, told.through = flags.left_out > 0, flags.flushing == size
     told.nothing = flags.weight == flags.left_out == flags.not_finite == 0
     if context.weight is None or flags.weight == 0:

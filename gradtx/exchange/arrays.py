@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -127,9 +127,11 @@ class Said:
     Attributes:
         numbers: FP32: whether its gradients were not finite; and, where devices bring unequal
             parts, whether it has left something bad out, and what its part weighs.
+        partial: whether others are still to be heard, in an exchange to come.
     """
 
     numbers: Array
+    partial: bool = False
 
     @classmethod
     def of(cls, context: Context, finite: Array | None) -> Said:
@@ -137,7 +139,8 @@ class Said:
         bad = jnp.asarray(False) if finite is None else ~finite
         share = context.share
         said = [bad] if share is None else [bad, share.left_out, share.weight]
-        return cls(jnp.stack([jnp.asarray(x, jnp.float32) for x in said]))
+        numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in said])
+        return cls(numbers, share is not None and share.partial)
 
     @property
     def length(self) -> int:
@@ -157,17 +160,17 @@ class Said:
         if self.length > 1:
             rest = jax.vmap(lambda row: _from_bytes(row, jnp.dtype(jnp.float32)))(flags[:, :-1])
             numbers = jnp.concatenate([numbers, rest], axis=1)
-        return Said(numbers.sum(0))
+        return replace(self, numbers=numbers.sum(0))
 
     def summed(self, total: Array) -> Said:
         """What all devices say, from the sum of their numbers."""
-        return Said(total.astype(jnp.float32))
+        return replace(self, numbers=total.astype(jnp.float32))
 
     @property
     def good(self) -> Array:
         """0-d bool: all gradients were finite, and not all of them left out."""
         good: Array = self.numbers[0] == 0
-        if self.length > 1:
+        if self.length > 1 and not self.partial:
             good = good & ~((self.numbers[1] > 0) & (self.numbers[2] == 0))
         return good
 
@@ -183,7 +186,7 @@ class Said:
         if self.length == 1:
             return
         told, (bad, left_out, weight) = context.progress, self.numbers
-        told.left_out = left_out > 0
+        told.weight, told.left_out = weight, left_out > 0
         told.nothing = (weight == 0) & ~told.left_out & (bad == 0)
         told.factor = self.factor(context, size)
 

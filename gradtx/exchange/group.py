@@ -18,6 +18,7 @@ import torch.distributed as dist
 # process group they find: its threads outlive destroy_process_group and may abort the exit
 # (pytorch/pytorch#190489). Imported before there is a group, they keep none.
 import torch.distributed.nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradtx.core.phases import in_phase
 
@@ -107,6 +108,18 @@ class Group:
         """
         return Group()
 
+    def part(self, ranks: Sequence[int]) -> Group:
+        """A group of some of the ranks, this one among them, in their order.
+
+        All of these call it, in the same order as all else that makes groups.
+        """
+        return Group()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """What its ranks are called where all groups are told apart."""
+        return (self.rank,)
+
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [message]
 
@@ -146,13 +159,27 @@ class ProcessGroup(Group):
 
     def sibling(self) -> Group:
         """Another process group of the same ranks, backend and time-out."""
+        return self._made(self.members)
+
+    def part(self, ranks: Sequence[int]) -> Group:
+        """A process group of some of the ranks, of the same backend and time-out."""
+        members = self.members
+        return self._made([members[rank] for rank in ranks])
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """What its ranks are called in the default group."""
+        return tuple(dist.get_process_group_ranks(self._own()))
+
+    def _own(self) -> Any:
         group = self._group
-        own = dist.group.WORLD if group is None else group
-        ranks = dist.get_process_group_ranks(own)
+        return dist.group.WORLD if group is None else group
+
+    def _made(self, ranks: Sequence[int]) -> ProcessGroup:
         whole = len(ranks) == dist.get_world_size()
         made = dist.new_group(
-            ranks,
-            timeout=_timeout(own),
+            list(ranks),
+            timeout=_timeout(self._own()),
             backend=self._backend,
             use_local_synchronization=not whole,
         )
@@ -252,32 +279,36 @@ class Hub:
     Args:
         size: how many threads.
         timeout: seconds that a thread waits for the others.
+        members: what they are called in the hub that this one is a part of, if it is.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, members: Sequence[int] | None = None) -> None:
         self.size = size
+        self.members = tuple(range(size) if members is None else members)
         self._timeout = timeout
         self._changed = threading.Condition()
         self._rounds: dict[int, dict[int, Any]] = {}
         self._next = [0] * size
         self._left: set[int] = set()
-        self._siblings: list[Hub] = []
+        self._parts: dict[Any, Hub] = {}
 
     def leave(self, rank: int) -> None:
         """Says that a rank has ended: whoever waits for it from now on waits no longer."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
-            siblings = list(self._siblings)
-        for hub in siblings:
-            hub.leave(rank)
+            parts = [(ranks, hub) for (_, ranks), hub in self._parts.items() if rank in ranks]
+        for ranks, hub in parts:
+            hub.leave(ranks.index(rank))
 
-    def sibling(self, number: int) -> Hub:
-        """A hub for the same threads: the same one for the same number."""
+    def part(self, number: int, ranks: Sequence[int]) -> Hub:
+        """A hub for some of the threads: the same one for the same number."""
+        key = number, tuple(ranks)
         with self._changed:
-            while len(self._siblings) <= number:
-                self._siblings.append(Hub(self.size, self._timeout))
-            return self._siblings[number]
+            if key not in self._parts:
+                members = [self.members[rank] for rank in ranks]
+                self._parts[key] = Hub(len(members), self._timeout, members)
+            return self._parts[key]
 
     def swap(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Hands in a tensor; gives those of all ranks, in rank order.
@@ -324,12 +355,21 @@ class ThreadGroup(Group):
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__()
         self.rank, self.size = rank, hub.size
-        self._hub, self._siblings = hub, 0
+        self._hub, self._parts = hub, 0
 
     def sibling(self) -> Group:
         """Another group of the same threads."""
-        self._siblings += 1
-        return ThreadGroup(self._hub.sibling(self._siblings - 1), self.rank)
+        return self.part(range(self.size))
+
+    def part(self, ranks: Sequence[int]) -> Group:
+        """A group of some of the threads."""
+        self._parts += 1
+        return ThreadGroup(self._hub.part(self._parts, ranks), list(ranks).index(self.rank))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """What its threads are called in the first group of all."""
+        return self._hub.members
 
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [part.clone() for part in self._hub.swap(self.rank, message.clone())]
@@ -378,12 +418,14 @@ def find_group(group: Any = None) -> Group:
     """The `Group` for what a user gives.
 
     Args:
-        group: a `Group`, a `torch.distributed` process group, or None: then the thread's own in
-            `run_ranks`, the default process group if one is initialised, else this rank alone.
+        group: a `Group`, a `torch.distributed` process group, a `DeviceMesh` of one dimension, or
+            None: then the thread's own in `run_ranks`, the default process group if one is
+            initialised, else this rank alone.
 
     Raises:
         TypeError: if it is none of these.
-        ValueError: if this rank is not a member of the process group.
+        ValueError: if this rank is not a member of the process group, or the mesh has several
+            dimensions.
         RuntimeError: if a launcher has started several processes and none is initialised.
     """
     if isinstance(group, Group):
@@ -398,6 +440,13 @@ def find_group(group: Any = None) -> Group:
         group = dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the process group given to allreduce")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{group} has {group.ndim} dimensions: say over which to exchange, such as "
+                f"mesh[{(group.mesh_dim_names or ('node',))[0]!r}]"
+            )
+        group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"expected a torch.distributed process group or None, got {group!r}")
     if group not in _known:

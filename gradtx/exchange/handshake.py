@@ -170,6 +170,16 @@ def _difference(ranks: Sequence[tuple[str, dict[str, list[str]]]]) -> str:
     return "ranks differ in " + "; ".join(shown)
 
 
+def confirm(group: Group, error: Exception | None = None) -> None:
+    """Says that this rank can go on, or why it cannot, and hears whether all others can.
+
+    Raises:
+        Exception: as `stop`, if some rank cannot.
+    """
+    if group.size > 1 and group.all_reduce(torch.tensor([float(error is not None)])).item():
+        stop(group, error)
+
+
 def stop(group: Group, error: Exception | None) -> None:
     """Ends a step that some rank has failed in, on all of them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -11,10 +12,11 @@ from gradtx.core.chain import ChainState
 from gradtx.core.per_rank import per_rank_fields
 from gradtx.core.tree import PyTree, adopt
 from gradtx.exchange.allreduce import AllreduceState
+from gradtx.exchange.inner import InnerState
 from gradtx.interop.optional import require
 
 
-def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
+def partition_specs(state: PyTree, *, axis_name: str | Sequence[str]) -> PyTree:
     """How a state is laid out over the devices of a mesh, for `jax.shard_map`.
 
     What differs between devices is laid along its first axis: the fields that a state names in its
@@ -26,15 +28,16 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
     Args:
         state: of a chain, or a tree with such states in it, as of `optax.chain`; arrays, or what
             `jax.eval_shape` gives. What is no chain's state counts as the same on all devices.
-        axis_name: the axis that the chain exchanges over.
+        axis_name: the axis that the chain exchanges over; of a chain with several exchanges the
+            axes of all of them, in their order. What is behind one is the same along its axis.
 
     Returns:
         A tree like the state, of `jax.sharding.PartitionSpec`.
 
     Raises:
-        TypeError: if `axis_name` is no string.
+        TypeError: if `axis_name` is no string, nor several.
         ValueError: if what differs between devices is a single number of shape ``[]``, or a chain
-            has no exchange.
+            has no exchange, or not as many as there are axes.
         ImportError: if jax is not installed.
 
     Example:
@@ -50,16 +53,25 @@ def partition_specs(state: PyTree, *, axis_name: str) -> PyTree:
         >>> init(params).residual["w"].shape == (300 * jax.device_count(),)
         True
     """
-    if not isinstance(axis_name, str):
-        raise TypeError(f"partition_specs(axis_name={axis_name!r}): expected a mesh axis's name")
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not (isinstance(axes, Sequence) and axes and all(isinstance(x, str) for x in axes)):
+        raise TypeError(
+            f"partition_specs(axis_name={axis_name!r}): expected a mesh axis's name, or several"
+        )
     spec = require("jax", "partition_specs").sharding.PartitionSpec
-    everywhere, along = spec(), spec(axis_name)
+    # What is laid along all axes, then along all but the first, and so on.
+    along = [spec(axes[i:] if len(axes) - i > 1 else axes[i]) for i in range(len(axes))]
 
     def of_chain(node: Any) -> Any:
         if not _is_chain(node):
-            return everywhere
-        walk = _Walk(everywhere, along)
+            return spec()
+        walk = _Walk(spec(), along)
         specs = walk.visit(node)
+        if node.states and walk.left != 1 and walk.exchanged:
+            raise ValueError(
+                f"partition_specs(axis_name={axis_name!r}): the chain has "
+                f"{len(axes) + 1 - walk.left} exchanges; give the axis of each, in their order"
+            )
         if node.states and not walk.exchanged:
             raise ValueError(
                 "a chain without an exchange decides on each device alone whether a step is bad, "
@@ -77,9 +89,14 @@ def _is_chain(node: Any) -> bool:
 class _Walk:
     """From left to right through a state, minding whether the exchange has been passed."""
 
-    def __init__(self, everywhere: Any, along: Any) -> None:
-        self._everywhere, self._along = everywhere, along
+    def __init__(self, everywhere: Any, along: Sequence[Any]) -> None:
+        self._everywhere, self._axes = everywhere, along
+        self.left = len(along)
         self.exchanged = False
+
+    @property
+    def _along(self) -> Any:
+        return self._axes[min(len(self._axes) - self.left, len(self._axes) - 1)]
 
     def visit(self, state: Any) -> Any:
         """The specs of the state of one transformation."""
@@ -87,6 +104,7 @@ class _Walk:
         if not ours:
             return self._all(state, self._everywhere if self.exchanged else self._along)
         self.exchanged |= isinstance(state, AllreduceState)
+        self.left -= isinstance(state, InnerState)
         own = per_rank_fields(state)
         parts = []
         for name, part in zip(state._fields, state, strict=True):

@@ -270,7 +270,7 @@ def _window(
 
 def _opened(inner: Sequence[Transformation]) -> tuple[Transformation, ...]:
     """The parts, without a gate around all of them."""
-    if len(inner) == 1 and isinstance(inner[0], Gate) and not isinstance(inner[0], Window):
+    if len(inner) == 1 and isinstance(inner[0], Gate) and not isinstance(inner[0], Enclosing):
         return _opened(inner[0].parts)
     return tuple(part for part in inner if not isinstance(part, _Weigh))
 

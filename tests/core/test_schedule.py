@@ -277,7 +277,7 @@ def test_zeros_arrive_at_the_exchange_as_the_gradients_of_the_step_would():
     for ratio in (0.5, 0.5, 0.25):
         context = Context(state.layout, "")
         extra = {"loss_scale": 1.0, "context": context}
-        out = arriving(tx.core, {"w": torch.zeros(2000)}, state.states, extra)
+        out = arriving(tx.exchange, tx.core, {"w": torch.zeros(2000)}, state.states, extra)
         assert out["w"].values.numel() == 2000 * ratio
         _, state = tx.update(tree, state, loss_scale=1.0)
 

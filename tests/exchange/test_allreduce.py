@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gradtx as gx
-from gradtx.core.chain import find_exchange
 from gradtx.core.transformation import Context
 from gradtx.core.tree import layout_of
 from gradtx.exchange.outgoing import Outgoing
@@ -333,7 +332,7 @@ def test_auto_sends_no_more_than_a_dense_ring_and_its_flags(size, compressors, s
         generator = torch.Generator().manual_seed(i)
         grads = [torch.randn(shape, generator=generator) for shape in shapes]
         state, sent = tx.init(grads), []
-        exchange = find_exchange(tx.core, state.states)[0]
+        exchange = tx.exchange
         for _ in range(2):
             before = exchange.group.sent
             _, state = tx.update(grads, state)
@@ -631,7 +630,7 @@ def test_leaves_joined_with_an_fp64_one_send_no_more_than_the_ring():
     grads = {"a": torch.linspace(-1, 1, 20_000), "b": torch.ones((), dtype=torch.float64)}
 
     def rank(i):
-        group, state = find_exchange(tx.core, (state := tx.init(grads)).states)[0].group, state
+        group, state = tx.exchange.group, tx.init(grads)
         _, state = tx.update(grads, state)
         before = group.sent
         tx.update(grads, state)

@@ -1,0 +1,185 @@
+"""An exchange before another one: dense inside a node, so that what is between nodes is one rank's.
+
+Where two exchanges stand in a chain, the first takes hold of everything to its right: its ranks
+bring their gradients together, and each goes on with what all of them have. From there on they do
+the same, and a rank stands for its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from gradtx.core.chain import next_exchange
+from gradtx.core.combinators import Enclosing, Gate, gate
+from gradtx.core.stage import Kind, Stage
+from gradtx.core.transformation import Context, Exchange, Progress, Share, Transformation
+from gradtx.core.tree import Array, Info, PyTree, arrays_in
+from gradtx.exchange.grid import check_meeting
+from gradtx.exchange.handshake import confirm
+
+
+class InnerState(NamedTuple):
+    """The state of an exchange before another one.
+
+    Attributes:
+        exchange: its own.
+        inner_states: the state of the gate around what is to its right.
+    """
+
+    exchange: Any
+    inner_states: tuple[Any, ...]
+
+    @property
+    def finite(self) -> Array:
+        """What an enclosing gate asks an exchange for."""
+        return self.last_finite
+
+    @property
+    def last_finite(self) -> Array:
+        """0-d bool: the last step was taken, on all ranks of all nodes."""
+        found: Array = self.inner_states[0].last_finite
+        return found
+
+
+class Inner(Gate, Enclosing):
+    """An exchange before another one, and everything to its right.
+
+    Args:
+        exchange: among the ranks inside.
+        right: what is to its right, the other exchange in it.
+
+    Raises:
+        ValueError: if one of the two is over the axis of a mesh and the other is not.
+    """
+
+    _needs_chain = True
+
+    def __init__(self, exchange: Exchange, right: Sequence[Transformation]) -> None:
+        self.exchange = exchange
+        self._right = tuple(right)
+        self._held = gate(self._right)
+        self._between = next_exchange(right)
+        if self._between is not None and self._between.one_program != exchange.one_program:
+            raise ValueError(
+                f"{exchange.code()} and {self._between.code()}: one is over the axis of a mesh and "
+                "the other is not; write axis_name in both, or in none"
+            )
+        self._looked_at: tuple[Any, Any] | None = None
+        super().__init__(
+            Stage(exchange.name, Kind.EXCHANGE, exchange.stage.arguments, stateful=True),
+            self._init,
+            self._update,
+            stages=(exchange.stage, *(s for part in right for s in part.stages)),
+            parts=(self._held,),
+            code=lambda local: ", ".join(part.code(local=local) for part in (exchange, self._held)),
+        )
+
+    def around(self, right: Sequence[Transformation]) -> Inner:
+        """The same with more to its right."""
+        return Inner(self.exchange, (*self._right, *right))
+
+    def _init(self, params: PyTree, info: Info | None) -> InnerState:
+        return InnerState(self.exchange.setup(params, info), (self._held.setup(params, info),))
+
+    def _update(
+        self,
+        updates: PyTree,
+        state: InnerState,
+        params: PyTree = None,
+        *,
+        context: Context,
+        finite: Array | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, InnerState]:
+        self._check()
+        rank, size = self.exchange.ranks(arrays_in(updates) or arrays_in(state))
+        own = replace(self._own(context), rank=rank, size=size)
+        meeting = context.progress.meetings[id(self)] = Meeting(self, own)
+        reduced, after = self.exchange.step(
+            updates, state.exchange, params, context=own, finite=finite
+        )
+        meeting.met = True
+        heard, told = own.progress, context.progress
+        told.finite, told.absent = heard.finite, heard.absent
+        share = context.share
+        if share is not None:
+            # What the others of the mean weigh together is told where all of them meet.
+            share = replace(
+                share,
+                weight=heard.weight / size,
+                left_out=heard.left_out,
+                flushing=share.flushing and heard.through,
+            )
+        absent = heard.absent if any(heard.absent) else ()
+        within = replace(context, absent=absent, share=share)
+        # What this rank knows of its own gradients is in what they have heard.
+        out, inner = self._held.step(
+            reduced, state.inner_states[0], params, context=within, **extra
+        )
+        return out, InnerState(after, (inner,))
+
+    def _check(self) -> None:
+        """Looks once at how the groups lie.
+
+        Raises:
+            ValueError: if this rank does not have just itself in common with both.
+        """
+        if self.exchange.one_program or self._between is None:
+            return
+        groups = self.exchange.group, self._between.group
+        if groups != self._looked_at:
+            check_meeting(*groups)
+            self._looked_at = groups
+
+    def _own(self, context: Context) -> Context:
+        """The context of the exchange inside, in a step that has not come to it yet."""
+        progress = Progress()
+        progress.absent = context.absent
+        share: Share | None = context.share
+        if share is not None:
+            share = replace(share, mean=False, partial=True)
+        return replace(context, share=share, over=(), joins=False, progress=progress)
+
+    def fail(
+        self, state: Any, context: Context, error: Exception, arriving: PyTree | None = None
+    ) -> None:
+        """Tells the ranks inside that this one has failed, if they wait to hear from it here."""
+        meeting = context.progress.meetings.get(id(self))
+        if meeting is None or not meeting.context.progress.sent:
+            own = self._own(context) if meeting is None else meeting.context
+            exchange = None if state is None else state.exchange
+            self.exchange.fail(exchange, own, error, arriving)
+
+
+class Meeting:
+    """The ranks inside, in one step.
+
+    Before one of them talks to other nodes, all have to be ready to: `confirm` is where they say
+    so, and where one that has failed since they met tells the others.
+
+    Args:
+        inner: where they meet.
+        context: of the exchange inside.
+
+    Attributes:
+        met: what they have brought is together.
+        confirmed: all have heard from all.
+    """
+
+    def __init__(self, inner: Inner, context: Context) -> None:
+        self.context = context
+        self.met = self.confirmed = False
+        self._exchange = inner.exchange
+
+    def confirm(self, error: Exception | None = None) -> None:
+        """Says that this rank is ready, or has failed, and hears of the others.
+
+        Raises:
+            RankMismatchError: if one has failed.
+        """
+        if not self.met or self.confirmed or self._exchange.one_program:
+            return
+        self.confirmed = True
+        confirm(self._exchange.group, error)
