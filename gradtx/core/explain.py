@@ -96,7 +96,7 @@ def rules_table() -> str:
     """The order rules as a Markdown table; `docs/rules.md` holds it."""
     lines = ["| code | rule | what goes wrong | what to write |", "|---|---|---|---|"]
     for rule in sorted((*RULES, PAYLOAD_AT_END, NO_EXCHANGE), key=lambda rule: rule.code):
-        reason, fix = (text.format("A", "B") for text in (rule.reason, rule.fix))
+        reason, fix = (text.format("A", "B", "C") for text in (rule.reason, rule.fix))
         lines.append(f"| {rule.code} | {rule.title} | {reason} | {fix} |")
     return "\n".join(lines)
 

@@ -145,8 +145,10 @@ def _compressed_inside(flow: Flow) -> Iterator[tuple[int, ...]]:
     exchanges = flow.where(Kind.EXCHANGE)
     for i in flow.where(Kind.COMPRESSOR):
         following = [j for j in exchanges if j > i]
-        if len(following) > 1:
-            yield (i, following[0], following[-1])
+        first = flow.end_of_segment(i)
+        apart = [j for j in following if not flow.stages[j].same_ranks(flow.stages[first])]
+        if apart:
+            yield (i, first, apart[-1])
 
 
 def _compressor_behind_exchange(flow: Flow) -> Iterator[tuple[int, ...]]:
@@ -315,8 +317,8 @@ RULES: tuple[Rule, ...] = (
         "GX502",
         "a delay directly before the exchange",
         _delayed_nothing,
-        "{0} does not stand directly before the exchange (the last one, of several): it acts on "
-        "that, and there is nothing else for it to delay",
+        "{0} has no exchange directly to its right, or one that another follows: it acts on the "
+        "last one, and there is nothing else for it to delay",
         "put it directly before allreduce()",
     ),
     Rule(

@@ -103,6 +103,13 @@ ONE_RULE = [
     ),
     ("GX307", (0,), [gx.allreduce(algorithm="sharded", density=0.1)], "no error feedback", "ef()"),
     (
+        "GX406",
+        (0, 1, 2),
+        [plain_topk, gx.allreduce(axis_name="node"), gx.allreduce(axis_name="data")],
+        "and allreduce(axis_name='data') exchanges what comes of that a second time",
+        "behind allreduce(axis_name='node')",
+    ),
+    (
         "GX401",
         (0, 1),
         [plain_topk, clip],
