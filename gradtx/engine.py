@@ -110,15 +110,17 @@ class Overlapped:
 
     def __init__(self, tx: Chain, group: Group, params: PyTree, state: Any) -> None:
         _, *behind = tx.core
-        self._params, self._own = params, group.sibling()
         exchange: Any = tx.exchange
+        self._params = params
         # The same parts as those of the chain, over another group.
         before = [
             part.over(part.group.sibling()) if isinstance(part, Exchange) else part
             for part in tx.before_delay
         ]
-        again = Chain([*before, delayed(exchange.over(self._own), steps=tx.delay)])
+        own = exchange.over(group.plain.sibling())
+        again = Chain([*before, delayed(own, steps=tx.delay)])
         self._front = Chain(again.core[0].parts)
+        self._own = self._front.groups[0]
         self._behind = Chain(behind) if behind else None
         self._background = Background()
         window = next((s for s in self._front.stages if s.kind is Kind.ACCUMULATE), None)

@@ -100,7 +100,7 @@ class Grid(Group):
 
 def joint(groups: Sequence[Group]) -> Group:
     """All ranks of the groups, those between nodes first."""
-    return groups[0] if len(groups) == 1 else Grid(groups)
+    return groups[0] if len(groups) == 1 else Grid([group.plain for group in groups])
 
 
 def check_meeting(inner: Group, outer: Group) -> None:

@@ -120,6 +120,11 @@ class Group:
         """What its ranks are called where all groups are told apart."""
         return (self.rank,)
 
+    @property
+    def plain(self) -> Group:
+        """The group for what need not be the same on all ranks that stand for one."""
+        return self
+
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         return [message]
 

@@ -96,7 +96,7 @@ def agree(
     forms = forms or {}
     leaves = {x.path: [str(x), f"sent {forms.get(x.path)}"] for x in context.layout.leaves}
     hello = Hello(_hash(context.code), _hash(json.dumps(leaves, sort_keys=True)), step, error)
-    hellos = [Hello.decode(message) for message in group.all_gather(hello.encode())]
+    hellos = [Hello.decode(message) for message in group.plain.all_gather(hello.encode())]
     _raise_errors([other.error for other in hellos], "before the first exchange")
     if len({(other.chain, other.layout) for other in hellos}) > 1:
         raise RankMismatchError(_difference(_descriptions(group, context.code, leaves)))
@@ -122,7 +122,7 @@ def share_error(group: Group, error: str) -> None:
     Raises:
         RankMismatchError: always, unless no rank has an error to tell.
     """
-    messages = group.all_gather(Hello(0, 0, 0, error).encode())
+    messages = group.plain.all_gather(Hello(0, 0, 0, error).encode())
     _raise_errors([Hello.decode(message).error for message in messages], "in this step")
 
 
@@ -137,11 +137,11 @@ def _descriptions(
 ) -> list[tuple[str, dict[str, list[str]]]]:
     """Every rank's chain and leaves; sent only once it is known that they differ."""
     own = json.dumps([code, leaves]).encode()
-    lengths = group.all_gather(_bytes(struct.pack("<Q", len(own))))
+    lengths = group.plain.all_gather(_bytes(struct.pack("<Q", len(own))))
     sizes = [struct.unpack("<Q", bytes(length.numpy()))[0] for length in lengths]
     if max(sizes) > _LONGEST:
         raise WireFormatError(f"descriptions of {max(sizes)} bytes: expected at most {_LONGEST}")
-    texts = group.all_gather(_bytes(own.ljust(max(sizes), b" ")))
+    texts = group.plain.all_gather(_bytes(own.ljust(max(sizes), b" ")))
     return [_description(bytes(text.numpy())) for text in texts]
 
 

@@ -18,6 +18,7 @@ from gradtx.core.transformation import Context, Exchange, Progress, Share, Trans
 from gradtx.core.tree import Array, Info, PyTree, arrays_in
 from gradtx.exchange.grid import check_meeting
 from gradtx.exchange.handshake import confirm
+from gradtx.exchange.spread import Spread
 
 
 class InnerState(NamedTuple):
@@ -58,9 +59,9 @@ class Inner(Gate, Enclosing):
 
     def __init__(self, exchange: Exchange, right: Sequence[Transformation]) -> None:
         self.exchange = exchange
-        self._right = tuple(right)
+        self._right = tuple(self._together(part) for part in right)
         self._held = gate(self._right)
-        self._between = next_exchange(right)
+        self._between = next_exchange(self._right)
         if self._between is not None and self._between.one_program != exchange.one_program:
             raise ValueError(
                 f"{exchange.code()} and {self._between.code()}: one is over the axis of a mesh and "
@@ -75,6 +76,15 @@ class Inner(Gate, Enclosing):
             parts=(self._held,),
             code=lambda local: ", ".join(part.code(local=local) for part in (exchange, self._held)),
         )
+
+    def _together(self, part: Transformation) -> Transformation:
+        """An exchange to the right as the ranks of a node make it together."""
+        if not isinstance(part, Exchange) or part.one_program or self.exchange.one_program:
+            return part
+        group = part.group
+        if isinstance(group, Spread):
+            return part
+        return part.over(Spread(group, self.exchange.group))
 
     def around(self, right: Sequence[Transformation]) -> Inner:
         """The same with more to its right."""

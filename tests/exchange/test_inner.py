@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import gradtx as gx
 from gradtx.exchange.grid import Grid
 from gradtx.exchange.group import find_group
+from gradtx.exchange.spread import Spread
 from gradtx.testing import run_ranks
 from ranks import gloo_ranks
 
@@ -566,3 +567,96 @@ def test_a_chain_on_a_mesh_says_the_axes_of_all_its_exchanges():
     for tx, axes in ((one, ("node", "data")), (two, "data"), (two, ("a", "node", "data"))):
         with pytest.raises(ValueError, match=r"the chain has [12] exchanges; give the axis"):
             gx.partition_specs(jax.eval_shape(tx.init, params), axis_name=axes)
+
+
+class TestSpread:
+    """What the ranks of a node send together is what one of them would have sent alone."""
+
+    def run(self, fn, nodes=3, local=2):
+        def rank(i):
+            inner, outer = gx.node_groups(local)
+            spread = Spread(outer, inner)
+            node = i // local
+            return [fn(group, node, i % local) for group in (outer, spread)], outer, spread
+
+        out = []
+        for (alone, together), outer, spread in run_ranks(nodes * local, rank):
+            out.append((alone, together, outer.sent, spread.sent))
+        return out
+
+    @pytest.mark.parametrize("n", [0, 1, 20_000, 20_001])
+    @pytest.mark.parametrize("local", [1, 2, 3])
+    def test_all_gather(self, n, local):
+        def gather(group, node, _):
+            message = torch.arange(n, dtype=torch.int64).add(7 * node).to(torch.uint8)
+            return torch.stack(group.all_gather(message))
+
+        for alone, together, *_ in self.run(gather, local=local):
+            assert torch.equal(alone, together)
+
+    @pytest.mark.parametrize("n", [1, 5000, 5001])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_all_reduce(self, n, dtype):
+        def reduce(group, node, _):
+            generator = torch.Generator().manual_seed(node)
+            return group.all_reduce(torch.randn(n, generator=generator, dtype=dtype))
+
+        found = self.run(reduce)
+        for alone, together, *_ in found:
+            assert torch.equal(alone, together)
+            assert torch.equal(found[0][1], together)
+
+    def test_all_to_all_of_unequal_parts(self):
+        def swap(group, node, _):
+            parts = [torch.full((10 * node + to,), 16 * node + to).byte() for to in range(3)]
+            return torch.cat(group.all_to_all(parts, [10 * source + node for source in range(3)]))
+
+        for alone, together, *_ in self.run(swap):
+            assert torch.equal(alone, together)
+
+    def test_a_node_sends_one_copy(self):
+        n = 120_000
+
+        def gather(group, node, _):
+            before = group.sent
+            group.all_gather(torch.zeros(n, dtype=torch.uint8))
+            return group.sent - before
+
+        found = self.run(gather)
+        assert [alone for alone, *_ in found] == [2 * n] * 6
+        assert [together for _, together, *_ in found] == [n] * 6
+
+    def test_ranks_of_a_node_with_unlike_states(self):
+        def gather(group, node, local):
+            message = torch.zeros(40_000, dtype=torch.uint8)
+            if isinstance(group, Spread) and (node, local) == (1, 1):
+                message[100] = 1  # In the piece that the other rank of the node sends.
+            return group.all_gather(message)
+
+        with pytest.raises(gx.RankMismatchError, match=r"ranks \[2, 3\] of one node .* different"):
+            self.run(gather)
+
+
+@pytest.mark.parametrize(
+    "parts", [[], [gx.topk(0.2), gx.ef()], [gx.quantize(8), gx.ef()], [gx.powersgd(40), gx.ef()]]
+)
+@pytest.mark.parametrize("algorithm", ["auto", "sharded"])
+def test_in_one_piece_or_spread_the_result_is_the_same(parts, algorithm, monkeypatch):
+    large = {"w": torch.zeros(200, 300)}
+
+    def run(rank):
+        inner, outer = gx.node_groups(2)
+        tx = gx.chain(gx.allreduce(inner), *parts, gx.allreduce(outer, algorithm=algorithm))
+        state, out = tx.init(large), []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            grads = {"w": torch.randn(200, 300, generator=generator)}
+            updates, state = tx.update(grads, state)
+            out.append(updates)
+        return out, tx.exchange.group.sent
+
+    spread = run_ranks(4, run)
+    monkeypatch.setattr(Spread, "_whole", True)
+    for (one, less), (other, more) in zip(spread, run_ranks(4, run), strict=True):
+        assert all(map(equal, one, other))
+        assert less < 0.6 * more
