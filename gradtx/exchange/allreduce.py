@@ -84,12 +84,16 @@ def allreduce(
     largest magnitude: then a rank sends no more on many ranks than on two. What an owner leaves out
     goes to its own residual, so that nothing is lost, and error feedback has to be there for it.
 
+    Two of them in one chain, over other ranks, are an exchange in two stages: dense inside a node,
+    where it costs little, and of what is compressed behind it between nodes, as in
+    ``chain(allreduce(inner), topk(0.01), ef(), allreduce(outer))``; see `node_groups`.
+
     The first step begins with a handshake: ranks that run another chain, or have other parameters,
     raise. A leaf that is None counts as zero, and stays None if it is None on all ranks.
 
     Args:
-        group: a `torch.distributed` process group. By default the default group; this process
-            alone, if none is initialised.
+        group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension. By default
+            the default group; this process alone, if none is initialised.
         axis_name: for JAX arrays, the axis of the mesh whose devices exchange; `update` is then
             called inside `jax.shard_map` (or `jax.vmap` with that `axis_name`). JAX arrays without
             it are those of one device alone.
