@@ -411,10 +411,13 @@ def main() -> int:
     most = "batches a run, whatever is accumulated (2,000; with --short 64)"
     add("--steps", type=whole_number(2 * WINDOW), help=most)
     add("--seeds", type=whole_number(1), help="runs of each variant (3; with --short 1)")
+    add("--rate", type=float, help="of plain SGD (0.1; with --short 1)")
     add("--short", action="store_true", help="a small network for a moment: for tests")
     add("--loopback", action="store_true", help="no shaped link, even as root")
     add("--json", type=file_to_write, metavar="FILE", help="write all results to FILE")
     options = parser.parse_args()
+    if options.rate is not None and not 0 < options.rate < math.inf:
+        parser.error(f"argument --rate: {options.rate} is no rate over 0")
     # A rate so low that no run oscillates: at a rate of 1 the loss of one chain differs by some
     # percent between seeds, and a comparison says nothing.
     full = Settings(2000, 3, 64, 2, 100, 0.1)
@@ -424,6 +427,7 @@ def main() -> int:
         # Whole windows, so that all see as many batches.
         steps=(options.steps or usual.steps) // WINDOW * WINDOW,
         seeds=options.seeds or usual.seeds,
+        rate=options.rate or usual.rate,
     )
     # So that what is begun is also ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
