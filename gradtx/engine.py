@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from gradtx.backends.torch_ops import flags
 from gradtx.background import Background, Job
 from gradtx.core.chain import Chain, ChainState, fail
 from gradtx.core.stage import Kind
-from gradtx.core.transformation import Exchange
+from gradtx.core.transformation import Exchange, Transformation
 from gradtx.core.tree import PyTree, arrays_in, flatten, map_leaves, unflatten, widen
 from gradtx.exchange.group import Group
 from gradtx.transforms.delayed import DelayedState, Result, delayed, outcome_of
@@ -31,6 +31,8 @@ class Outcome:
         skipped: it was bad on some rank.
         left_out: a rank has left a bad micro-step out.
         sent: bytes that this rank put on the link for it.
+        seconds: how long compressing and exchanging took in the background.
+        hidden: how much of that nobody waited for.
     """
 
     updates: Any = None
@@ -38,6 +40,8 @@ class Outcome:
     skipped: bool = False
     left_out: bool = False
     sent: int = 0
+    seconds: float = 0.0
+    hidden: float = 0.0
 
 
 class Direct:
@@ -98,6 +102,14 @@ def window_state(states: tuple[Any, ...]) -> Any:
     return next((state for state in states if hasattr(state, "closed")), None)
 
 
+def over_siblings(parts: Sequence[Transformation]) -> list[Transformation]:
+    """The same, exchanging over groups of their own; all ranks come here."""
+    return [
+        part.over(part.group.plain.sibling()) if isinstance(part, Exchange) else part
+        for part in parts
+    ]
+
+
 class Overlapped:
     """Runs what is up to a delayed exchange in the background, and what is behind it at its turn.
 
@@ -113,11 +125,7 @@ class Overlapped:
         exchange: Any = tx.exchange
         self._params = params
         # The same parts as those of the chain, over another group.
-        before = [
-            part.over(part.group.sibling()) if isinstance(part, Exchange) else part
-            for part in tx.before_delay
-        ]
-        own = exchange.over(group.plain.sibling())
+        *before, own = over_siblings([*tx.before_delay, exchange])
         again = Chain([*before, delayed(own, steps=tx.delay)])
         self._front = Chain(again.core[0].parts)
         self._own = self._front.groups[0]

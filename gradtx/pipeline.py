@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import flatten_state, restore_state
-from gradtx.core.arguments import check_whole
+from gradtx.core.arguments import check_bool, check_whole
 from gradtx.core.chain import Chain
 from gradtx.core.combinators import BareEnclosing
 from gradtx.core.errors import ChainOrderError, NeverFiniteError, RankMismatchError
@@ -34,6 +34,7 @@ from gradtx.engine import Direct, Outcome, Overlapped
 from gradtx.exchange.grid import joint
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
+from gradtx.grouped import Grouped, partition, reason_against
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
 from gradtx.transforms.accumulate import check_weight
@@ -56,6 +57,8 @@ class SyncReport:
             first has the handshake in it, ``N - 1`` times 1 KiB.
         dense_bytes: bytes that a ring all-reduce of the gradients in FP32 would have put there:
             ``2 (N - 1) / N`` times 4 bytes a value; none before the end of a window.
+        seconds: with overlap, how long compressing and exchanging took in the background.
+        hidden: how much of that nobody waited for, since the backward pass was still going on.
 
     Of a chain with an exchange inside nodes and one between them, both speak of the second.
     """
@@ -64,6 +67,8 @@ class SyncReport:
     skipped: bool
     wire_bytes: int
     dense_bytes: int
+    seconds: float = field(default=0.0, repr=False, compare=False)
+    hidden: float = field(default=0.0, repr=False, compare=False)
 
 
 class Pipeline:
@@ -81,6 +86,13 @@ class Pipeline:
             falling below one (or what it began with).
         max_skips: how many bad steps in a row are borne, at least 1: with one more, something is
             wrong that a smaller loss scale does not mend. None bears all.
+
+        overlap: whether gradients go out, some leaves at a time, as soon as the backward pass has
+            them, while it goes on to others. The result is the same. Each backward pass is then
+            followed by one `sync`; where gradients of several are added up in ``.grad``, all but
+            the last run within `no_sync`. What has to be known before: the loss scale is the
+            scaler's, and `weight` stays away. Whether it pays is tried in the first steps; see
+            `overlap`.
 
     A chain with a `delayed` exchange does its work in a thread of its own, over a process group of
     its own, while the loop goes on; gradients are taken from ``.grad``, which is None until there
@@ -107,17 +119,26 @@ class Pipeline:
     """
 
     def __init__(
-        self, tx: Any, model: Any, *, scaler: Any = None, max_skips: int | None = 100
+        self,
+        tx: Any,
+        model: Any,
+        *,
+        scaler: Any = None,
+        max_skips: int | None = 100,
+        overlap: bool = False,
     ) -> None:
         self._groups: tuple[Group, ...] = (find_group(None),)
         self._between = self._group = self._groups[0]
         try:
             if max_skips is not None:
                 check_whole("Pipeline(max_skips", max_skips, 1)
+            check_bool("Pipeline(overlap", overlap)
             self._max_skips, self._skips = max_skips, 0
             self._bad: set[str] = set()
             self._never_finite: set[str] | None = None
             state = self._prepare(tx, model, scaler)
+            if overlap:
+                self._check_overlap()
         except Exception as error:
             if self._group.size > 1:
                 _tell(self._group, error)
@@ -127,8 +148,56 @@ class Pipeline:
             _broadcast(self._group, list(self._replicated().values()))
         self._masters = Masters(self._parameters if self._with_masters else {})
         # Now that all ranks come: it may make a process group.
-        engine = Overlapped if self.tx.delay else Direct
-        self._engine: Direct | Overlapped = engine(self._run, self._between, self._tree, state)
+        self._engine: Direct | Overlapped | Grouped
+        self._overlap = self._reason_off(overlap)
+        if not self._overlap:
+            known, widens = self._known_scale, self._with_masters
+            self._engine = Grouped(self._run, self._tree, self._info, state, known, widens=widens)
+        else:
+            engine = Overlapped if self.tx.delay else Direct
+            self._engine = engine(self._run, self._between, self._tree, state)
+
+    @property
+    def overlap(self) -> str:
+        """Whether gradients go out during the backward pass: ``"on"``, or ``"off"``, and why."""
+        if not isinstance(self._engine, Grouped):
+            return f"off: {self._overlap}"
+        trial = self._engine.trial
+        state = "on" if trial.on or not trial.verdict else "off"
+        return f"{state}: {trial.verdict or 'being tried'}"
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Where a backward pass is not followed by `sync`, and adds to what is in ``.grad``.
+
+        It is only needed with overlap, and does nothing else.
+        """
+        return self._engine.no_sync() if isinstance(self._engine, Grouped) else nullcontext()
+
+    def _check_overlap(self) -> None:
+        reason = reason_against(self._run)
+        if self.tx.exchange is not None and reason:
+            raise ValueError(f"Pipeline(overlap=True): {reason}; leave overlap out")
+        if _has_unscale(self._run) and self._scaler is None:
+            raise ValueError(
+                "Pipeline(overlap=True): gradients go out before sync(loss_scale=...) says what "
+                "they are multiplied by; give the GradScaler, Pipeline(tx, model, scaler=scaler)"
+            )
+
+    def _reason_off(self, overlap: bool) -> str:
+        """Why there is no overlap; empty if there is."""
+        if not overlap:
+            return "not asked for"
+        if self._between.size == 1:
+            return "there is one rank"
+        if len(partition(flatten(self._tree)[0])) == 1:
+            return "there is too little to send for more than one group"
+        return ""
+
+    def _known_scale(self) -> dict[str, Any]:
+        """The loss scale, as it is known before the backward pass."""
+        if not _has_unscale(self._run):
+            return {}
+        return {"loss_scale": 1.0 if self._scaler is None else self._scaler.scale}
 
     def _prepare(self, tx: Any, model: Any, scaler: Any) -> Any:
         """All of the construction that one rank does alone, and may fail in; the first state."""
@@ -152,14 +221,14 @@ class Pipeline:
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
         self._check_scaler()
         self._module = model if isinstance(model, torch.nn.Module) else None
-        self._tree, info = parameters_of(model)
+        self._tree, self._info = parameters_of(model)
         if self._module is not None:
             self._tree = {path: p for path, p in self._tree.items() if p.requires_grad}
         self._paths, leaves, self._treespec = flatten_with_paths(self._tree)
         named = zip(self._paths, leaves, strict=True)
         self._parameters: Tensors = {path: leaf for path, leaf in named if leaf is not None}
         _refuse_shared(self._parameters)
-        state = self._run.init(self._tree, info)
+        state = self._run.init(self._tree, self._info)
         self._values = sum(p.numel() for p in self._parameters.values())
         return state
 
@@ -251,7 +320,7 @@ class Pipeline:
                 yield self._report(outcome, optimizers)
 
     def close(self) -> None:
-        """Ends the thread of a delayed exchange; `flush` first, or what is queued is lost."""
+        """Ends the thread of a background exchange; `flush` first, or what is queued is lost."""
         self._engine.close()
 
     def _check_group(self) -> None:
@@ -282,6 +351,8 @@ class Pipeline:
             ready=written and outcome.ready,
             skipped=outcome.skipped,
             wire_bytes=outcome.sent,
+            seconds=outcome.seconds,
+            hidden=outcome.hidden,
             dense_bytes=dense if decided or not self._windowed else 0,
         )
 

@@ -129,6 +129,7 @@ def topk_sparsify(
         biased=True,
         homogeneous=values == "float32",
         stateful=isinstance(ratio, Schedule),
+        whole=scope == "global",
         feedback=feedback,
     )
     if isinstance(ratio, Schedule):

@@ -136,6 +136,7 @@ class Chain(Transformation):
         core: the plain combinators it resolves to.
         exchange: the exchange in it, of several the last one, or None.
         inners: those before it, inside nodes, outermost first.
+        overwrites: whether results may be written over the gradients, where a caller allows it.
         shared_code: its code without what differs between ranks.
     """
 
@@ -163,7 +164,7 @@ class Chain(Transformation):
         self._holds_back = self._windowed or any(isinstance(part, Delaying) for part in self.core)
         self._joins = _ends_in_feedback(self.stages)
         # A state behind the exchange may keep its results: the next gradients must not reach them.
-        self._overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
+        self.overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params)
@@ -306,7 +307,7 @@ class Chain(Transformation):
         with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
-            if pool is not None and self._overwrites:
+            if pool is not None and self.overwrites:
                 context = replace(context, over=leaves)
             if exchange is not None and exchange.one_program:
                 paths = (spec.path for spec in layout.leaves)

@@ -120,6 +120,7 @@ def momentum_correction(
         Kind.FEEDBACK,
         arguments,
         stateful=True,
+        whole=clip is not None,
         over=stages_in(parts) or None,
     )
     if not compressors:

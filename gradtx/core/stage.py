@@ -58,6 +58,8 @@ class Stage:
             same, and hands on what is not finite.
         stateful: what it does depends on earlier steps.
         needs_reduced: it wants the gradient of all ranks, not of one.
+        whole: what it does to a leaf depends on others too, so that it cannot be given some leaves
+            now and others later.
         takes: the forms it accepts (``"dense"``, or the form of a payload); only dense by default.
         gives: the form that leaves a compressor.
         biased: a compressor that is wrong on average, and that error feedback can make up for.
@@ -79,6 +81,7 @@ class Stage:
     homogeneous: bool = False
     stateful: bool = False
     needs_reduced: bool = False
+    whole: bool = False
     takes: frozenset[str] = field(default=frozenset({"dense"}))
     gives: str = "dense"
     biased: bool = False

@@ -432,6 +432,7 @@ def declare(
         linear=linear,
         stateful=stateful,
         needs_reduced=needs_reduced,
+        whole=True,
         module="",
     )
     passed_on = extra_for(update)

@@ -37,6 +37,11 @@ class ScalerAdapter:
         """Whether the scaler scales at all."""
         return bool(self._scaler.is_enabled())
 
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by; one if the scaler is not enabled."""
+        return float(self._scaler.get_scale()) if self.enabled else 1.0
+
     def loss_scale(
         self, optimizers: Iterable[torch.optim.Optimizer], gradients: Mapping[str, torch.Tensor]
     ) -> tuple[float, bool]:

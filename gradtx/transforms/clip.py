@@ -62,6 +62,7 @@ def clip_by_global_norm(
         Kind.TRANSFORM,
         (Argument("max_norm", max_norm), Argument("axis_name", axis_name, None)),
         needs_reduced=True,
+        whole=True,
     )
 
     def update(
@@ -109,7 +110,8 @@ def clip_by_local_norm(max_norm: float) -> Transformation:
         {'w': tensor([0.0000, 0.8000])}
     """
     max_norm = check_positive("clip_by_local_norm(max_norm", max_norm)
-    stage = Stage("clip_by_local_norm", Kind.TRANSFORM, (Argument("max_norm", max_norm),))
+    arguments = (Argument("max_norm", max_norm),)
+    stage = Stage("clip_by_local_norm", Kind.TRANSFORM, arguments, whole=True)
 
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, **extra: Any

@@ -104,6 +104,7 @@ def dynamic_loss_scale(
         ),
         linear=True,
         stateful=True,
+        whole=True,
     )
 
     def init(params: PyTree, info: Info | None) -> DynamicLossScaleState:
