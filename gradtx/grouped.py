@@ -76,6 +76,7 @@ class Grouped:
         info: what is known of them, by path, or None.
         state: of the chain, to begin with.
         known: gives the extra arguments of `update`, as they are known before the backward pass.
+        trial: of whether it pays.
         widens: whether gradients go into the chain in FP32.
     """
 
@@ -86,6 +87,7 @@ class Grouped:
         info: Info | None,
         state: ChainState,
         known: Callable[[], Extra],
+        trial: Trial,
         *,
         widens: bool,
     ) -> None:
@@ -103,7 +105,7 @@ class Grouped:
         self._background = Background()
         self._lock = threading.RLock()
         self._paused = False
-        self.trial = Trial()
+        self.trial = trial
         self._layout = state.layout
         group = self._front.groups[0]
         self._rank, self._size, self._sent = group.rank, group.size, group.sent
@@ -336,6 +338,9 @@ class Grouped:
 class Trial:
     """Finds whether it pays to send during the backward pass: some steps with, some without.
 
+    Args:
+        verdict: what is known already.
+
     Attributes:
         on: whether to, now.
         verdict: what came of it, in words; empty as long as nothing has.
@@ -343,8 +348,8 @@ class Trial:
 
     _SKIPPED, _TRIED = 2, 5
 
-    def __init__(self) -> None:
-        self.on, self.verdict = True, ""
+    def __init__(self, verdict: str = "") -> None:
+        self.on, self.verdict = True, verdict
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
         self._last: float | None = None
 

@@ -11,7 +11,7 @@ import torch
 
 from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import flatten_state, restore_state
-from gradtx.core.arguments import check_bool, check_whole
+from gradtx.core.arguments import check_whole
 from gradtx.core.chain import Chain
 from gradtx.core.combinators import BareEnclosing
 from gradtx.core.errors import ChainOrderError, NeverFiniteError, RankMismatchError
@@ -34,7 +34,7 @@ from gradtx.engine import Direct, Outcome, Overlapped
 from gradtx.exchange.grid import joint
 from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
-from gradtx.grouped import Grouped, partition, reason_against
+from gradtx.grouped import Grouped, Trial, partition, reason_against
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
 from gradtx.transforms.accumulate import check_weight
@@ -91,8 +91,8 @@ class Pipeline:
             them, while it goes on to others. The result is the same. Each backward pass is then
             followed by one `sync`; where gradients of several are added up in ``.grad``, all but
             the last run within `no_sync`. What has to be known before: the loss scale is the
-            scaler's, and `weight` stays away. Whether it pays is tried in the first steps; see
-            `overlap`.
+            scaler's, and `weight` stays away. Whether it pays is tried in the first steps, and
+            told by the property `overlap`; ``"always"`` does not try.
 
     A chain with a `delayed` exchange does its work in a thread of its own, over a process group of
     its own, while the loop goes on; gradients are taken from ``.grad``, which is None until there
@@ -125,14 +125,15 @@ class Pipeline:
         *,
         scaler: Any = None,
         max_skips: int | None = 100,
-        overlap: bool = False,
+        overlap: bool | str = False,
     ) -> None:
         self._groups: tuple[Group, ...] = (find_group(None),)
         self._between = self._group = self._groups[0]
         try:
             if max_skips is not None:
                 check_whole("Pipeline(max_skips", max_skips, 1)
-            check_bool("Pipeline(overlap", overlap)
+            if not (isinstance(overlap, bool) or overlap == "always"):
+                raise ValueError(f"Pipeline(overlap={overlap!r}): expected True, False or 'always'")
             self._max_skips, self._skips = max_skips, 0
             self._bad: set[str] = set()
             self._never_finite: set[str] | None = None
@@ -152,7 +153,10 @@ class Pipeline:
         self._overlap = self._reason_off(overlap)
         if not self._overlap:
             known, widens = self._known_scale, self._with_masters
-            self._engine = Grouped(self._run, self._tree, self._info, state, known, widens=widens)
+            trial = Trial("asked for" if overlap == "always" else "")
+            self._engine = Grouped(
+                self._run, self._tree, self._info, state, known, trial, widens=widens
+            )
         else:
             engine = Overlapped if self.tx.delay else Direct
             self._engine = engine(self._run, self._between, self._tree, state)
@@ -183,7 +187,7 @@ class Pipeline:
                 "they are multiplied by; give the GradScaler, Pipeline(tx, model, scaler=scaler)"
             )
 
-    def _reason_off(self, overlap: bool) -> str:
+    def _reason_off(self, overlap: bool | str) -> str:
         """Why there is no overlap; empty if there is."""
         if not overlap:
             return "not asked for"

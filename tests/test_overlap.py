@@ -366,8 +366,9 @@ def test_the_loss_scale_has_to_be_known_before():
     tx = gx.chain(gx.unscale(), gx.topk(0.1), gx.ef(), gx.allreduce())
     with pytest.raises(ValueError, match="give the GradScaler"):
         gx.Pipeline(tx, Net(), overlap=True)
-    with pytest.raises(TypeError, match="overlap=1"):
-        gx.Pipeline(tx, Net(), overlap=1)
+    for wrong in (1, "never", None):
+        with pytest.raises(ValueError, match=r"overlap=.*expected True, False or 'always'"):
+            gx.Pipeline(tx, Net(), overlap=wrong)
 
 
 def test_groups_are_of_like_size_the_last_leaves_first():

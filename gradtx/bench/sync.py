@@ -34,7 +34,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessException
 
 import gradtx as gx
-from gradtx.bench import overhead
+from gradtx.bench import overhead, overlap
 from gradtx.bench.arguments import chain_from, whole_number
 from gradtx.bench.bars import draw
 from gradtx.bench.peers import PEERS
@@ -142,6 +142,16 @@ HEADINGS = (
     "memory",
 )
 
+OVERLAP_HEADINGS = (
+    "chain",
+    "batch",
+    "backward",
+    "and then the exchange",
+    "overlapped",
+    "exchange",
+    "hidden",
+)
+
 
 def cells(row: Row) -> list[str]:
     """A row as text."""
@@ -207,6 +217,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure instead what an update of a thousand small leaves takes on one rank, by a "
         f"chain and by one of torchopt ({OVERHEAD_ROUNDS} rounds)",
     )
+    add(
+        "--overlap",
+        action="store_true",
+        help="measure instead how much of the exchange a backward pass hides that takes as long, "
+        "with Pipeline(overlap=True); of square matrices",
+    )
     add("--json", type=file_to_write, metavar="FILE", help="write all results to FILE")
     add("--plot", type=Path, metavar="FILE", help="draw all phases, as .png, .svg or .pdf")
 
@@ -227,10 +243,14 @@ def main(args: argparse.Namespace) -> int:
         if args.plot is not None:
             check_plot(args.plot)
         place = find_place(args)
-        plan = plan_from(args, place)
+        plan = None if args.overlap else plan_from(args, place)
+        overlap.layers_of(args.model if args.overlap else MODEL)
+        codes = tuple(dict.fromkeys(map(_checked, args.chain or overlap.CHAINS)))
     except (ImportError, OSError, *FAILURES) as error:
         return complain(error, 2)
     try:
+        if plan is None:
+            return report_overlap(codes, place, args)
         return report(plan, place, args)
     except (ProcessException, OSError, RuntimeError) as error:
         return complain(error, 1)
@@ -337,6 +357,41 @@ def write_json(path: Path, plan: Plan, place: Place, results: Results, rows: Seq
 
 def _write(path: Path, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+
+
+def report_overlap(codes: tuple[str, ...], place: Place, args: argparse.Namespace) -> int:
+    """Measures what a backward pass hides, prints, and writes the file; gives the exit status."""
+    rounds = args.rounds or ROUNDS
+    found: list[overlap.Hidden] | None = None
+    with progress(overlap.steps(codes, rounds)) as show:
+        for message in told_by(place, overlap.measure, codes, args.model, rounds):
+            if isinstance(message, str):
+                show(message)
+            else:
+                found = message
+    if not place.speaks:
+        return 0
+    if found is None:
+        raise RuntimeError("the ranks have ended without results")
+    lines = [
+        [
+            each.name,
+            str(each.batch),
+            *(in_ms(statistics.median(x)) for x in (each.backward, each.plain, each.overlapped)),
+            in_ms(each.exchange),
+            f"{100 * each.share:.0f} %",
+        ]
+        for each in found
+    ]
+    print_table(OVERLAP_HEADINGS, lines)
+    print(
+        f"{described(args.model)}; {place}; rounds: {rounds}. Hidden: of what the exchange adds to "
+        "a step behind the backward pass."
+    )
+    if args.json is not None:
+        results = [{**asdict(each), "share": each.share} for each in found]
+        _write(args.json, {"version": gx.__version__, "place": asdict(place), "chains": results})
+    return 0
 
 
 def report_overhead(args: argparse.Namespace) -> int:

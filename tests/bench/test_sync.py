@@ -8,6 +8,7 @@ import torch.distributed as dist
 import gradtx as gx
 from gradtx.__main__ import main
 from gradtx.bench import link, overhead, rounds, sync
+from gradtx.bench.overlap import MOST, Hidden
 from gradtx.bench.peers import PEERS
 from gradtx.bench.ranks import Place
 from gradtx.bench.rounds import KINDS, Measured, Plan, Results, Round
@@ -295,3 +296,29 @@ class TestOverhead:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
         assert done.stdout.splitlines()[-1] == "[]"
+
+
+class TestOverlap:
+    def test_a_backward_pass_and_an_exchange(self, tmp_path, capsys):
+        out = tmp_path / "overlap.json"
+        options = ["--model", "4x600x600", "--link", "loopback", "--chain", "allreduce()"]
+        asked_for = ["--overlap", "--rounds", "2", *options, "--json", str(out)]
+        assert main([*COMMAND, *asked_for]) == 0
+        [chain] = json.loads(out.read_text())["chains"]
+        assert [len(chain[kind]) for kind in ("backward", "plain", "overlapped")] == [2, 2, 2]
+        assert chain["share"] <= 1
+        assert 1 <= chain["batch"] <= MOST
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split()[0] == "chain"
+        assert lines[1].split()[0] == "dense"
+        assert lines[2].startswith("4x600x600: 1,440,000 values in 4 leaves; 2 ranks over loopback")
+
+    def test_what_is_hidden(self):
+        hidden = Hidden("x", "allreduce()", 8, [1.0, 1.0, 1.0], [2.0, 3.0, 1.0], [1.2, 1.5, 1.0])
+        assert hidden.exchange == 1.0
+        assert hidden.share == pytest.approx(0.75)
+
+    @pytest.mark.parametrize("model", ["resnet50", "2x3x4", "leaves"])
+    def test_models_that_are_no_layers(self, model, capsys):
+        assert main([*COMMAND, "--overlap", "--model", model]) == 2
+        assert "with --overlap expected square matrices" in capsys.readouterr().err
