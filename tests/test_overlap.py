@@ -401,3 +401,26 @@ class TestTrial:
         before = trial.verdict
         trial.note(100.0)
         assert (trial.on, trial.verdict) == (True, before)
+
+
+def in_two_stages(rank):
+    out = []
+    for overlap in (False, True):
+        torch.manual_seed(rank)
+        grouped._LEAST, net = 1000, Net()
+        inner, outer = gx.node_groups(2)
+        parts = gx.topk(0.1), gx.ef(), gx.allreduce(outer), gx.clip_by_global_norm(0.5)
+        pipe = gx.Pipeline(gx.chain(gx.allreduce(inner), *parts), net, overlap=overlap)
+        for t in range(3):
+            net.zero_grad()
+            backward(net, rank + t)
+            pipe.sync()
+        out.append(({k: p.grad for k, p in net.named_parameters()}, pipe.state_dict()["state"]))
+        pipe.close()
+    return out
+
+
+def test_with_an_exchange_inside_nodes():
+    for (plain, state), (late, other) in gloo_ranks(4, in_two_stages):
+        same(plain, late, exact=False)
+        same(state, other, exact=False)
