@@ -106,7 +106,7 @@ ONE_RULE = [
         "GX406",
         (0, 1, 2),
         [plain_topk, gx.allreduce(axis_name="node"), gx.allreduce(axis_name="data")],
-        "and allreduce(axis_name='data') exchanges what comes of that a second time",
+        "goes on through allreduce(axis_name='data'), densely",
         "behind allreduce(axis_name='node')",
     ),
     (

@@ -399,6 +399,21 @@ class TestRules:
         assert codes == {"GX406"}
         assert error.suggestion == gx.chain(self.inner, gx.topk(0.1), gx.ef(), self.outer)
 
+    def test_compressed_inside_saves_nothing_between(self):
+        """The witness of GX406."""
+
+        def run(rank):
+            inner, outer = gx.node_groups(2)
+            compressed = gx.topk(0.01), gx.ef()
+            tx = gx.chain(*compressed, gx.allreduce(inner), gx.allreduce(outer), check=False)
+            grads = {"w": torch.arange(20_000.0)}
+            _, state = tx.update(grads, tx.init(grads))
+            before = outer.sent
+            tx.update(grads, state)
+            return outer.sent - before
+
+        assert all(sent >= 4 * 20_000 / 2 for sent in run_ranks(4, run))
+
     def test_behind_both(self):
         assert self.refused(self.inner, self.outer, gx.topk(0.1), gx.ef())[0] == {"GX305"}
 
