@@ -459,7 +459,7 @@ def _refuse_ddp(model: Any) -> None:
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces the gradients itself: "
             "they would be reduced twice. Give the Pipeline a model that was never wrapped; to "
-            "keep DDP, change what it sends by a hook: ddp_model.register_comm_hook(state, hook)"
+            "keep DDP, run the chain in it: model.register_comm_hook(None, gx.ddp_hook(tx, model))"
         )
 
 

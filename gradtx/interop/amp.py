@@ -37,6 +37,11 @@ class ScalerAdapter:
         """Whether the scaler scales at all."""
         return bool(self._scaler.is_enabled())
 
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by now."""
+        return float(self._scaler.get_scale())
+
     def loss_scale(
         self, optimizers: Iterable[torch.optim.Optimizer], gradients: Mapping[str, torch.Tensor]
     ) -> tuple[float, bool]:
@@ -82,7 +87,7 @@ class ScalerAdapter:
                 "gradients are reduced already"
             )
         if OptState.UNSCALED not in stages:
-            return float(self._scaler.get_scale()), True
+            return self.scale, True
         for optimizer, stage in zip(optimizers, stages, strict=True):
             if stage is OptState.READY:
                 self._scaler.unscale_(optimizer)
