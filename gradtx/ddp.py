@@ -317,7 +317,7 @@ class DDPHook:
         return {"loss_scale": self._scaler.scale}
 
     def _check_accumulated(self) -> None:
-        again = [path for path, anything in self._on_top.items() if bool(anything)]
+        again = sorted(path for path, anything in self._on_top.items() if bool(anything))
         self._on_top.clear()
         if again:
             shown = ", ".join(map(repr, again[:5])) + (" and others" if len(again) > 5 else "")
