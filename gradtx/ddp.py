@@ -24,8 +24,9 @@ from gradtx.core.phases import in_phase
 from gradtx.core.stage import Kind
 from gradtx.core.transformation import Context, flat
 from gradtx.core.tree import layout_of, parameters_of
+from gradtx.ddp_model import arranged_like, check_model, check_ranks, reduced
 from gradtx.engine import Direct, Outcome
-from gradtx.exchange.group import Group, find_group
+from gradtx.exchange.group import find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.pipeline import SyncReport, dense_bytes
@@ -153,16 +154,13 @@ class DDPHook:
             self._group = self.tx.exchange.group
         check_chain(self.tx, self._group, "a DDP hook")
         _check_stages(self.tx)
-        _check_model(model)
-        _check_ranks(self._group, model)
+        check_model(model)
+        check_ranks(model, self._group)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
         self._check_scaler()
         self._model = weakref.ref(model)  # DDP holds the hook, where the collector does not look.
         tree, info = parameters_of(model.module)
-        self._parameters: Tensors = {
-            path: p for path, p in tree.items() if p.requires_grad and not _ignored(model, path)
-        }
-        _check_reduced(model, len(self._parameters))
+        self._parameters: Tensors = reduced(model, tree)
         self._paths = {id(p): path for path, p in self._parameters.items()}
         self._strides = {path: p.stride() for path, p in self._parameters.items()}
         self._values = sum(p.numel() for p in self._parameters.values())
@@ -297,7 +295,7 @@ class DDPHook:
                     f"{self._strides[path]} when the hook was made: change the memory format "
                     "before the model is wrapped in DDP"
                 )
-            self._gradients[path] = _arranged_like(gradient, parameter)
+            self._gradients[path] = arranged_like(gradient, parameter)
 
     def _gradient(self, path: str) -> torch.Tensor | None:
         """The gradient of a parameter; None if there is none and DDP may discard the result."""
@@ -448,82 +446,6 @@ def _check_stages(tx: Chain) -> None:
                 f"a DDP hook refuses {stage}: it has no part in the optimizer's step; leave it "
                 "out, or give a Pipeline the model that is not wrapped"
             )
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"model is a {type(model).__name__}: expected a DistributedDataParallel, such as the "
-            "hook is to be registered with; without DDP, use a Pipeline"
-        )
-    found: Any = model
-    reasons = {
-        "mixed_precision": "registers a hook of its own",
-        "skip_all_reduce_unused_params": "leaves out buckets that a hook waits for",
-        "_delay_all_reduce_params": "reduces some parameters itself, and a bad step shows there "
-        "when the hook has taken it",
-        "_use_python_reducer": "hands over parameters, not buckets",
-    }
-    for option, what in reasons.items():
-        if getattr(found, option, None):
-            name = _AS_GIVEN.get(option, option)
-            raise ValueError(f"the model is in DDP with {name}: DDP {what}; leave it out")
-    if any(hasattr(p, "_in_backward_optimizers") for p in found.parameters()):
-        raise ValueError(
-            "an optimizer steps in the backward pass, which registers a hook of its own: step "
-            "after it"
-        )
-    if found._comm_hooks:
-        raise ValueError(
-            f"the model has the hook {found._comm_hooks[0][0].__qualname__} already: DDP takes one"
-        )
-    for prefix, module in found.module.named_modules():
-        path = f"{prefix}.weight" if prefix else "weight"
-        sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-        if sparse and module.weight.requires_grad and not _ignored(found, path):
-            raise ValueError(
-                f"the gradient of {path!r} is sparse: a chain takes dense gradients; write "
-                f"{type(module).__name__}(sparse=False)"
-            )
-
-
-_AS_GIVEN = {
-    "_delay_all_reduce_params": "delay_all_reduce_named_params",
-    "_use_python_reducer": "the Python reducer of torch.compile",
-}
-
-
-def _ignored(model: Any, path: str) -> bool:
-    """Whether DDP leaves a parameter alone; it looks for those of the root as ``".weight"``."""
-    return (path if "." in path else f".{path}") in model.parameters_to_ignore
-
-
-def _check_ranks(group: Group, model: DistributedDataParallel) -> None:
-    own = find_group(model.process_group)
-    if (own.rank, own.size) != (group.rank, group.size):
-        raise ValueError(
-            f"this is rank {group.rank} of {group.size} in the exchange and rank {own.rank} of "
-            f"{own.size} in DDP: write allreduce(group=model.process_group)"
-        )
-
-
-def _check_reduced(model: Any, known: int) -> None:
-    reduced = model._get_ddp_logging_data().get("num_parameter_tensors", known)
-    if reduced != known:
-        raise ValueError(
-            f"DDP reduces {reduced} parameters and {known} require a gradient now: change "
-            "requires_grad before the model is wrapped in DDP"
-        )
-
-
-def _arranged_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A part of a bucket in the memory format of its parameter, in which DDP fills it."""
-    if parameter.is_contiguous():
-        return gradient
-    strides = torch.empty_like(parameter, device="meta").stride()
-    if strides != parameter.stride():  # Not dense: DDP fills it in the order of its values.
-        return gradient
-    return gradient.as_strided(parameter.shape, strides)
 
 
 def _check_update(path: str, update: Any, gradient: torch.Tensor) -> None:

@@ -2,6 +2,7 @@ import functools
 import gc
 import io
 import math
+import warnings
 import weakref
 from itertools import chain
 
@@ -612,6 +613,28 @@ def test_in_a_static_graph_unused_parameters_are_unused_from_the_first_pass_on()
         assert (residual["b"] == [0.0] * 4) == bool(rank)
 
 
+def _unused_from_now_on(rank):
+    """A state of a run that used all parameters, in a static graph that does not."""
+    model = Weights(names="abc")
+    ddp, hook = in_ddp(FIRST, model, static_graph=True)
+    state = hook.state_dict()
+    for key in state["state"]:
+        if "residual" in key:
+            state["state"][key] = of(8.0, 7.0, 6.0, 5.0)
+    hook.load_state_dict(state)
+    for _ in range(2):
+        model.zero_grad()
+        ddp(**dict.fromkeys("a" if rank else "ab", torch.zeros(4))).backward()
+    return {path: r.tolist() for path, r in residuals(hook).items()}
+
+
+def test_in_a_static_graph_residuals_of_unused_parameters_stay():
+    whole, part = [8.0, 7.0, 6.0, 5.0], [0.0, 0.0, 6.0, 5.0]
+    assert gloo_ranks(2, _unused_from_now_on) == [
+        {"a": part, "b": whole if rank else part, "c": whole} for rank in range(2)
+    ]
+
+
 def _outputs_without_a_loss(rank):
     """``b`` is in the graph of an output that no loss is taken of: DDP sees no gradient of it."""
 
@@ -993,6 +1016,21 @@ def delaying():
     )
 
 
+def with_a_python_reducer():
+    ddp = ddp_of()
+    ddp._use_python_reducer = True  # Asked for in earnest, it changes settings of all compilers.
+    return ddp
+
+
+def stepping_in_backward():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    model = Weights()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return DistributedDataParallel(model)
+
+
 SCALER = torch.amp.GradScaler("cpu")
 REFUSED = {
     "accumulate": (
@@ -1087,6 +1125,16 @@ REFUSED = {
         "the model is in DDP with skip_all_reduce_unused_params: DDP leaves out buckets that a "
         "hook waits for; leave it out",
     ),
+    "a Python reducer": (
+        lambda: gx.ddp_hook(DENSE, with_a_python_reducer()),
+        "ValueError",
+        "the model is in DDP with the Python reducer of torch.compile: DDP hands over single",
+    ),
+    "an optimizer in the backward pass": (
+        lambda: gx.ddp_hook(DENSE, stepping_in_backward()),
+        "ValueError",
+        "an optimizer steps in the backward pass, for which DDP registers a hook of its own",
+    ),
     "parameters that DDP reduces itself": (
         lambda: gx.ddp_hook(DENSE, delaying()),
         "ValueError",
@@ -1137,6 +1185,15 @@ def test_frozen_parameters_and_those_that_ddp_ignores_stay_out(alone):
     assert residuals(hook).keys() == {"inner.a"}
 
 
+def test_a_parameter_of_the_root_that_ddp_does_not_ignore_after_all_is_there(alone):
+    """DDP looks for ``".b"``."""
+    model = Weights()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["b"])
+    ddp, _ = in_ddp(FIRST, model)
+    ddp(**dict.fromkeys("ab", of(4.0, 3.0, 2.0, 1.0))).backward()
+    assert gradients(model) == {path: [4.0, 0.0, 0.0, 0.0] for path in "ab"}
+
+
 def _made(rank):
     """What the ranks raise when they differ, and when one of them fails."""
     txs = [FIRST, SIGNS]
@@ -1163,6 +1220,27 @@ def _over_subgroups(rank):
     ddp.register_comm_hook(None, gx.ddp_hook(gx.chain(gx.allreduce(group=own)), ddp))
     ddp(a=torch.full((4,), 1.0 + rank), b=torch.ones(4)).backward()
     return found, model.a.grad.tolist()
+
+
+def _in_two_chains(rank):
+    """DDP over ranks 0 and 1, and over 1 and 2; the exchange over 0 and 2."""
+    pairs = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (1, 2), (0, 2))}
+    models = {
+        pair: DistributedDataParallel(Weights(), process_group=pairs[pair])
+        for pair in ((0, 1), (1, 2))
+        if rank in pair
+    }
+    if rank == 1:
+        return None
+    (model,) = models.values()
+    return outcome(gx.ddp_hook, gx.chain(gx.allreduce(group=pairs[0, 2])), model)
+
+
+def test_as_many_ranks_are_not_the_same_ranks():
+    first, _, third = gloo_ranks(3, _in_two_chains)
+    assert first == third
+    assert first[0] == "RankMismatchError"
+    assert "DDP over ranks [0, 1], rank 1 runs gx.chain(gx.allreduce()) in DDP over" in first[1]
 
 
 def test_the_exchange_is_over_the_ranks_of_ddp():
