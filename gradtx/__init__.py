@@ -42,6 +42,7 @@ from gradtx.core.schedule import Schedule, warmup_density
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation, declare
 from gradtx.core.tree import LeafInfo
+from gradtx.ddp import DDPHook, ddp_hook
 from gradtx.exchange.allreduce import allreduce
 from gradtx.exchange.cost import Link
 from gradtx.exchange.grid import node_groups
@@ -68,6 +69,7 @@ __all__ = [
     "Chain",
     "ChainOrderError",
     "ChainState",
+    "DDPHook",
     "Kind",
     "LeafInfo",
     "Levels",
@@ -99,6 +101,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_local_norm",
     "compressor",
+    "ddp_hook",
     "declare",
     "delayed",
     "delayed_learning_rate",

@@ -1,4 +1,4 @@
-"""The state of a chain as a flat dict of tensors, and back."""
+"""The state of a chain as a flat dict of tensors, and back, and what it is the state of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,40 @@ import optree
 import torch
 
 from gradtx.backends.registry import NAMESPACE
+from gradtx.core.chain import Chain
 from gradtx.core.tree import path_of
+from gradtx.exchange.group import Group
+
+
+def identity(tx: Chain, group: Group) -> dict[str, Any]:
+    """What a saved state is of: the format, the chain, the rank and how many there are."""
+    return {
+        "format": 1,
+        "chain": tx.shared_code,
+        "rank": group.rank,
+        "world_size": group.size,
+    }
+
+
+def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], owner: str) -> None:
+    """Refuses a saved state that is not of this chain, rank and number of ranks.
+
+    Args:
+        saved: what was given.
+        here: the `identity` that it has to have.
+        owner: what it ought to be the state of, such as ``"a Pipeline"``.
+
+    Raises:
+        ValueError: naming what is missing or differs.
+    """
+    missing = sorted({*here, "state"} - saved.keys())
+    if missing:
+        raise ValueError(f"this is no state_dict of {owner}: it lacks {missing}")
+    for name in here:
+        if saved.get(name) != here[name]:
+            raise ValueError(
+                f"this state_dict has {name} {saved.get(name)!r}: expected {here[name]!r}"
+            )
 
 
 def flatten_state(state: Any) -> dict[str, Any]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gradtx.backends.torch_ops import flag
-from gradtx.checkpoint import flatten_state, restore_state
-from gradtx.core.arguments import check_whole
+from gradtx.checkpoint import check_identity, flatten_state, identity, restore_state
+from gradtx.checks import (
+    check_chain,
+    check_one_loss_scale,
+    has_unscale,
+    own_loss_scale,
+    tell_why,
+)
 from gradtx.core.chain import Chain
 from gradtx.core.combinators import BareEnclosing
-from gradtx.core.errors import ChainOrderError, NeverFiniteError, RankMismatchError
 from gradtx.core.phases import in_phase
-from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
-from gradtx.core.stage import Kind, Stage
+from gradtx.core.stage import Kind
 from gradtx.core.transformation import Context, flat
 from gradtx.core.tree import (
     Layout,
@@ -37,9 +41,9 @@ from gradtx.exchange.handshake import agree
 from gradtx.grouped import Grouped, Trial, partition, reason_against
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
+from gradtx.skips import Skips
 from gradtx.transforms.accumulate import check_weight
 from gradtx.transforms.master_weights import STAGE as MASTER_WEIGHTS
-from gradtx.transforms.unscale import unscale
 
 Tensors = dict[str, torch.Tensor]
 _C_ORDER = torch.contiguous_format
@@ -69,6 +73,11 @@ class SyncReport:
     dense_bytes: int
     seconds: float = field(default=0.0, repr=False, compare=False)
     hidden: float = field(default=0.0, repr=False, compare=False)
+
+
+def dense_bytes(group: Group, values: int) -> int:
+    """What a ring all-reduce of so many values in FP32 makes a rank send."""
+    return 2 * (group.size - 1) * 4 * values // group.size
 
 
 class Pipeline:
@@ -130,19 +139,15 @@ class Pipeline:
         self._groups: tuple[Group, ...] = (find_group(None),)
         self._between = self._group = self._groups[0]
         try:
-            if max_skips is not None:
-                check_whole("Pipeline(max_skips", max_skips, 1)
             if not (isinstance(overlap, bool) or overlap == "always"):
                 raise ValueError(f"Pipeline(overlap={overlap!r}): expected True, False or 'always'")
-            self._max_skips, self._skips = max_skips, 0
-            self._bad: set[str] = set()
-            self._never_finite: set[str] | None = None
+            self._skips = Skips("Pipeline(max_skips", max_skips)
             state = self._prepare(tx, model, scaler)
             if overlap:
                 self._check_overlap()
         except Exception as error:
             if self._group.size > 1:
-                _tell(self._group, error)
+                tell_why(self._group, error)
             raise
         if self._group.size > 1:
             agree(self._group, self._replicas(), 0)
@@ -181,7 +186,7 @@ class Pipeline:
         reason = reason_against(self._run)
         if self.tx.exchange is not None and reason:
             raise ValueError(f"Pipeline(overlap=True): {reason}; leave overlap out")
-        if _has_unscale(self._run) and self._scaler is None:
+        if has_unscale(self._run) and self._scaler is None:
             raise ValueError(
                 "Pipeline(overlap=True): gradients go out before sync(loss_scale=...) says what "
                 "they are multiplied by; give the GradScaler, Pipeline(tx, model, scaler=scaler)"
@@ -199,7 +204,7 @@ class Pipeline:
 
     def _known_scale(self) -> dict[str, Any]:
         """The loss scale, as it is known before the backward pass."""
-        if not _has_unscale(self._run):
+        if not has_unscale(self._run):
             return {}
         return {"loss_scale": 1.0 if self._scaler is None else self._scaler.scale}
 
@@ -220,7 +225,7 @@ class Pipeline:
                 )
             self._groups = self.tx.groups
             self._between, self._group = self._groups[0], joint(self._groups)
-        _check_chain(self.tx, self._group)
+        check_chain(self.tx, self._group, "a Pipeline")
         _refuse_ddp(model)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
         self._check_scaler()
@@ -276,7 +281,7 @@ class Pipeline:
         except Exception as error:
             self._engine.fail(error)
             raise
-        self._look_for_bad()
+        self._skips.look((path, p.grad) for path, p in self._parameters.items())
         outcome = self._engine.step(self._gradients(), **extra)
         return self._report(outcome, optimizers)
 
@@ -348,9 +353,8 @@ class Pipeline:
             else:
                 self._scaler.go_on(optimizers)
         if decided:
-            self._count_skips(outcome.skipped)
-        size = self._between.size
-        dense = 2 * (size - 1) * 4 * self._values // size
+            self._skips.count(outcome.skipped)
+        dense = dense_bytes(self._between, self._values)
         return SyncReport(
             ready=written and outcome.ready,
             skipped=outcome.skipped,
@@ -358,31 +362,6 @@ class Pipeline:
             seconds=outcome.seconds,
             hidden=outcome.hidden,
             dense_bytes=dense if decided or not self._windowed else 0,
-        )
-
-    def _look_for_bad(self) -> None:
-        """Keeps in mind, while steps are skipped, which gradients are not finite."""
-        if not self._skips:
-            return
-        with_gradient = ((k, p.grad) for k, p in self._parameters.items() if p.grad is not None)
-        self._bad |= {path for path, grad in with_gradient if not bool(grad.isfinite().all())}
-
-    def _count_skips(self, skipped: bool) -> None:
-        if not skipped:
-            self._never_finite = None
-        elif self._skips:
-            known = self._never_finite
-            self._never_finite = self._bad if known is None else known & self._bad
-        self._bad = set()
-        self._skips = self._skips + 1 if skipped else 0
-        if self._max_skips is None or self._skips <= self._max_skips:
-            return
-        found = sorted(self._never_finite or ())
-        here = ", ".join(map(repr, found[:5])) or "none on this rank"
-        raise NeverFiniteError(
-            f"{self._skips} steps in a row were skipped; gradients that were finite in none of "
-            f"them: {here}. A smaller loss scale does not help: look for an infinity or a NaN in "
-            "the loss or the model"
         )
 
     def parameters(self) -> list[torch.Tensor]:
@@ -424,17 +403,9 @@ class Pipeline:
             A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own.
         """
         return {
-            **self._identity(),
+            **identity(self.tx, self._group),
             "state": flatten_state(self._engine.state),
             **({"masters": self._masters.state_dict()} if self._with_masters else {}),
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "format": 1,
-            "chain": self.tx.shared_code,
-            "rank": self._group.rank,
-            "world_size": self._group.size,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -446,15 +417,7 @@ class Pipeline:
         Raises:
             ValueError: naming what differs; the state is then as it was.
         """
-        here = self._identity()
-        missing = sorted({*here, "state"} - state_dict.keys())
-        if missing:
-            raise ValueError(f"this is no state_dict of a Pipeline: it lacks {missing}")
-        for name in here:
-            if state_dict.get(name) != here[name]:
-                raise ValueError(
-                    f"this state_dict has {name} {state_dict.get(name)!r}: expected {here[name]!r}"
-                )
+        check_identity(state_dict, identity(self.tx, self._group), "a Pipeline")
         restored = restore_state(self._engine.state, state_dict["state"])
         if self._with_masters:
             self._masters.load_state_dict(state_dict.get("masters"))
@@ -469,7 +432,7 @@ class Pipeline:
         return self._engine.state
 
     def _check_scaler(self) -> None:
-        own = _dynamic(self.tx)
+        own = own_loss_scale(self.tx)
         scaled = self._scaler is not None and self._scaler.enabled
         if self.tx.delay and (scaled or own is not None):
             raise ValueError(
@@ -478,18 +441,8 @@ class Pipeline:
                 "known too late; write allreduce() without delayed(), or train in bfloat16, which "
                 "needs no loss scale"
             )
-        if not scaled:
-            return
-        if own is not None:
-            raise ValueError(
-                f"a GradScaler is given and the chain has {own}: two loss scales; leave the scaler "
-                "out and multiply the loss by pipe.state.loss_scale, or write unscale()"
-            )
-        if not _has_unscale(self.tx):
-            raise ValueError(
-                "a GradScaler is given and the chain has no unscale(): the loss scale would stay "
-                f"in the gradients; write {Chain((unscale(), *self.tx.transformations)).code()}"
-            )
+        if scaled:
+            check_one_loss_scale(self.tx, "pipe")
 
     def _loss_scale(self, optimizers: Any, given: float | None) -> dict[str, Any]:
         scaler = self._scaler
@@ -500,14 +453,14 @@ class Pipeline:
                 optimizers, self._parameters | self._masters.parameters
             )
             return {"loss_scale": scale} if finite else {"loss_scale": scale, "finite": flag(False)}
-        if (own := _dynamic(self.tx)) is not None:
+        if (own := own_loss_scale(self.tx)) is not None:
             if given is not None:
                 raise ValueError(
                     f"loss_scale is given and the chain has {own}: two loss scales; multiply the "
                     "loss by pipe.state.loss_scale and leave the argument out"
                 )
             return {}
-        if not _has_unscale(self.tx):
+        if not has_unscale(self.tx):
             if given is not None:
                 raise ValueError("loss_scale is given and the chain has no unscale(): put it first")
             return {}
@@ -581,21 +534,13 @@ class Pipeline:
         return Context(layout, self.tx.shared_code)
 
 
-def _check_chain(tx: Chain, group: Group) -> None:
-    rules = [PAYLOAD_AT_END] + [NO_EXCHANGE] * (group.size > 1)
-    violations = check(tx.stages, rules)
-    if violations:
-        lines = [f"{v.code}: {v.reason}\n    fix: {v.fix}" for v in violations]
-        raise ChainOrderError("\n".join([f"a Pipeline refuses {tx.code()}", *lines]), violations)
-
-
 def _refuse_ddp(model: Any) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     if isinstance(model, torch.nn.Module) and any(isinstance(m, ddp) for m in model.modules()):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces the gradients itself: "
             "they would be reduced twice. Give the Pipeline a model that was never wrapped; to "
-            "keep DDP, change what it sends by a hook: ddp_model.register_comm_hook(state, hook)"
+            "keep DDP, run the chain in it: model.register_comm_hook(None, gx.ddp_hook(tx, model))"
         )
 
 
@@ -607,22 +552,6 @@ def _refuse_shared(parameters: Tensors) -> None:
                 f"one tensor stands at {first[id(parameter)]!r} and at {path!r}: its gradient "
                 "would be sent twice; leave one of them out"
             )
-
-
-def _has_unscale(tx: Chain) -> bool:
-    return any(stage.kind is Kind.UNSCALE for stage in tx.stages)
-
-
-def _dynamic(tx: Chain) -> Stage | None:
-    """The stage that keeps a loss scale of its own, if there is one."""
-    unscales = (stage for stage in tx.stages if stage.kind is Kind.UNSCALE)
-    return next((stage for stage in unscales if stage.stateful), None)
-
-
-def _tell(group: Group, error: Exception) -> None:
-    """Tells the other ranks, which wait in the handshake, why this one does not come."""
-    with suppress(RankMismatchError):
-        agree(group, Context(Layout((), None), ""), 0, f"{type(error).__name__}: {error}")
 
 
 def _running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -646,7 +646,7 @@ def test_a_model_in_ddp_is_refused_on_all_ranks():
     text = (
         "the model is wrapped in DistributedDataParallel, which reduces the gradients itself: they "
         "would be reduced twice. Give the Pipeline a model that was never wrapped; to keep DDP, "
-        "change what it sends by a hook: ddp_model.register_comm_hook(state, hook)"
+        "run the chain in it: model.register_comm_hook(None, gx.ddp_hook(tx, model))"
     )
     assert gloo_ranks(2, _in_ddp) == [[("ValueError", text)] * 2] * 2
 

@@ -292,8 +292,8 @@ RULES: tuple[Rule, ...] = (
         "GX406",
         "dense inside, compressed between",
         _compressed_inside,
-        "{0} compresses before {1}, and what comes of that goes on through {2}, densely: nothing is "
-        "saved where it is dear",
+        "{0} compresses before {1}, and what comes of that goes on through {2}, densely: nothing "
+        "is saved where it is dear",
         "put {0} (and its ef()) behind {1}",
     ),
     Rule(

@@ -87,7 +87,7 @@ class ScalerAdapter:
                 "gradients are reduced already"
             )
         if OptState.UNSCALED not in stages:
-            return float(self._scaler.get_scale()), True
+            return self.scale, True
         for optimizer, stage in zip(optimizers, stages, strict=True):
             if stage is OptState.READY:
                 self._scaler.unscale_(optimizer)
