@@ -660,3 +660,17 @@ def test_in_one_piece_or_spread_the_result_is_the_same(parts, algorithm, monkeyp
     for (one, less), (other, more) in zip(spread, run_ranks(4, run), strict=True):
         assert all(map(equal, one, other))
         assert less < 0.6 * more
+
+
+def test_a_loss_scale_behind_the_inner_exchange_moves():
+    def run(rank):
+        inner, outer = gx.node_groups(2)
+        scale = gx.dynamic_loss_scale(4.0, growth_interval=2)
+        tx = gx.chain(gx.allreduce(inner), scale, gx.topk(0.2), gx.ef(), gx.allreduce(outer))
+        state, scales = tx.init(zeros()), []
+        for step in range(5):
+            _, state = tx.update(gradients(rank, step, bad={(3, 0)}), state)
+            scales.append(float(state.loss_scale))
+        return scales, int(state.total_notfinite)
+
+    assert run_ranks(4, run) == [([2.0, 2.0, 4.0, 4.0, 8.0], 1)] * 4
