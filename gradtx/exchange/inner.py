@@ -162,7 +162,7 @@ class Inner(Gate, Enclosing):
         meeting = context.progress.meetings.get(id(self))
         if meeting is None or not meeting.context.progress.sent:
             own = self._own(context) if meeting is None else meeting.context
-            exchange = None if state is None else state.exchange
+            exchange = getattr(state, "exchange", None)  # The state may be one of another chain.
             self.exchange.fail(exchange, own, error, arriving)
 
 

@@ -674,3 +674,17 @@ def test_a_loss_scale_behind_the_inner_exchange_moves():
         return scales, int(state.total_notfinite)
 
     assert run_ranks(4, run) == [([2.0, 2.0, 4.0, 4.0, 8.0], 1)] * 4
+
+
+def test_the_state_of_another_chain_on_one_rank():
+    def run(rank):
+        inner, outer = gx.node_groups(2)
+        tx = gx.chain(gx.allreduce(inner), gx.topk(0.2), gx.ef(), gx.allreduce(outer))
+        other = gx.chain(gx.topk(0.2), gx.ef(), gx.allreduce())
+        state = (other if rank == 1 else tx).init(zeros())
+        with pytest.raises((AttributeError, gx.RankMismatchError)) as caught:
+            tx.update(gradients(rank, 0), state)
+        return type(caught.value).__name__
+
+    mismatch = "RankMismatchError"
+    assert run_ranks(4, run, timeout=10.0) == [mismatch, "AttributeError", mismatch, mismatch]
