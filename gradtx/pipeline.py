@@ -112,8 +112,6 @@ class Pipeline:
         self._groups: tuple[Group, ...] = (find_group(None),)
         self._between = self._group = self._groups[0]
         try:
-            if max_skips is not None:
-                check_whole("Pipeline(max_skips", max_skips, 1)
             self._max_skips, self._skips = max_skips, 0
             self._bad: set[str] = set()
             self._never_finite: set[str] | None = None
@@ -145,8 +143,10 @@ class Pipeline:
                     f"{self.tx.exchange.code()} exchanges JAX arrays over a mesh; a Pipeline has "
                     "torch tensors: write allreduce()"
                 )
-            self._groups = self.tx.groups
+            self._groups = self._run.groups
             self._between, self._group = self._groups[0], joint(self._groups)
+        if self._max_skips is not None:
+            check_whole("Pipeline(max_skips", self._max_skips, 1)
         _check_chain(self.tx, self._group)
         _refuse_ddp(model)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
@@ -255,7 +255,7 @@ class Pipeline:
         self._engine.close()
 
     def _check_group(self) -> None:
-        if self.tx.exchange is not None and self.tx.groups != self._groups:
+        if self.tx.exchange is not None and self._run.groups != self._groups:
             raise RuntimeError(
                 "the process group is another one than when the Pipeline was built: build it after "
                 "torch.distributed.init_process_group, so that parameters start equal"
@@ -357,7 +357,7 @@ class Pipeline:
     def _identity(self) -> dict[str, Any]:
         return {
             "format": 1,
-            "chain": self.tx.shared_code,
+            "chain": self.tx.context(None).code,
             "rank": self._group.rank,
             "world_size": self._group.size,
         }

@@ -688,3 +688,41 @@ def test_the_state_of_another_chain_on_one_rank():
 
     mismatch = "RankMismatchError"
     assert run_ranks(4, run, timeout=10.0) == [mismatch, "AttributeError", mismatch, mismatch]
+
+
+class TestPipelines:
+    """On threads, in two stages."""
+
+    def pipe(self, *behind, local=2, **options):
+        inner, outer = gx.node_groups(local)
+        tx = gx.chain(gx.allreduce(inner), gx.topk(0.1), gx.ef(), gx.allreduce(outer), *behind)
+        return gx.Pipeline(tx, model(), **options)
+
+    def test_what_is_sent_for_master_weights(self):
+        def run(rank, *behind):
+            pipe = self.pipe(*behind)
+            for parameter in pipe.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            return pipe.sync(torch.optim.SGD(pipe.parameters(), lr=0.1)).wire_bytes
+
+        with_masters = run_ranks(4, lambda rank: run(rank, gx.master_weights()))
+        assert with_masters == run_ranks(4, run)
+        assert min(with_masters) > 0
+
+    def test_one_that_is_built_wrong_on_one_rank(self):
+        def run(rank):
+            with pytest.raises((ValueError, gx.RankMismatchError), match="max_skips") as caught:
+                self.pipe(max_skips=0 if rank == 3 else 100)
+            return type(caught.value).__name__
+
+        assert run_ranks(4, run, timeout=10.0) == ["RankMismatchError"] * 3 + ["ValueError"]
+
+    def test_a_state_dict_from_another_grid(self):
+        saved = run_ranks(4, lambda rank: self.pipe(local=2).state_dict())
+
+        def run(rank):
+            with pytest.raises(ValueError, match=r"on 2 x 2 ranks.*expected.*on 1 x 4 ranks"):
+                self.pipe(local=4).load_state_dict(saved[rank])
+            self.pipe(local=2).load_state_dict(saved[rank])
+
+        run_ranks(4, run)
