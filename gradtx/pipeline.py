@@ -31,9 +31,8 @@ from gradtx.core.tree import (
     widen,
 )
 from gradtx.engine import Direct, Outcome, Overlapped
-from gradtx.exchange.grid import joint
+from gradtx.exchange.grid import agree_on_grid, joint
 from gradtx.exchange.group import Group, find_group
-from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
 from gradtx.transforms.accumulate import check_weight
@@ -118,10 +117,10 @@ class Pipeline:
             state = self._prepare(tx, model, scaler)
         except Exception as error:
             if self._group.size > 1:
-                _tell(self._group, error)
+                _tell(self._groups, error)
             raise
         if self._group.size > 1:
-            agree(self._group, self._replicas(), 0)
+            agree_on_grid(self._groups, self._replicas())
             _broadcast(self._group, list(self._replicated().values()))
         self._masters = Masters(self._parameters if self._with_masters else {})
         # Now that all ranks come: it may make a process group.
@@ -328,7 +327,7 @@ class Pipeline:
         if self._module is None or self._group.size == 1:
             return
         # Buffers may have changed their sizes since the first step.
-        agree(self._group, self._replicas(), 0)
+        agree_on_grid(self._groups, self._replicas())
         averaged = _running_statistics(self._module)
         if averaged:
             flat_sum = self._group.all_reduce(
@@ -503,7 +502,7 @@ class Pipeline:
             ),
             None,
         )
-        return Context(layout, self.tx.shared_code)
+        return Context(layout, self.tx.context(None).code)
 
 
 def _check_chain(tx: Chain, group: Group) -> None:
@@ -544,10 +543,11 @@ def _dynamic(tx: Chain) -> Stage | None:
     return next((stage for stage in unscales if stage.stateful), None)
 
 
-def _tell(group: Group, error: Exception) -> None:
+def _tell(groups: Sequence[Group], error: Exception) -> None:
     """Tells the other ranks, which wait in the handshake, why this one does not come."""
     with suppress(RankMismatchError):
-        agree(group, Context(Layout((), None), ""), 0, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        agree_on_grid(groups, Context(Layout((), None), ""), error=text)
 
 
 def _running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -121,6 +121,11 @@ class Group:
         return (self.rank,)
 
     @property
+    def place(self) -> str:
+        """Where in a grid this group lies, in words: the same for all of its ranks."""
+        return ""
+
+    @property
     def plain(self) -> Group:
         """The group for what need not be the same on all ranks that stand for one."""
         return self

@@ -148,12 +148,15 @@ class Inner(Gate, Enclosing):
 
     def _own(self, context: Context) -> Context:
         """The context of the exchange inside, in a step that has not come to it yet."""
+        code = context.code
+        if self._between is not None and not self.exchange.one_program:
+            code += f", node {self._between.group.rank}"  # The same for all that meet here.
         progress = Progress()
         progress.absent = context.absent
         share: Share | None = context.share
         if share is not None:
             share = replace(share, mean=False, partial=True)
-        return replace(context, share=share, over=(), joins=False, progress=progress)
+        return replace(context, code=code, share=share, over=(), joins=False, progress=progress)
 
     def fail(
         self, state: Any, context: Context, error: Exception, arriving: PyTree | None = None

@@ -726,3 +726,58 @@ class TestPipelines:
             self.pipe(local=2).load_state_dict(saved[rank])
 
         run_ranks(4, run)
+
+
+GRIDS = {
+    "a node turned round": [[0, 1], [3, 2]],
+    "ranks of two nodes in one": [[0, 3], [2, 1]],
+    "two of three turned round": [[0, 1, 2], [3, 5, 4]],
+    "one of three nodes turned round": [[0, 1], [2, 3], [5, 4]],
+}
+
+
+def of_grid(rank, grid):
+    """The groups of a rank, numbered as torch does it: by rank, wherever they stand."""
+    (node,) = (row for row in grid if rank in row)
+    between = [row[node.index(rank)] for row in grid]
+    world = find_group()
+    return world.part(sorted(node)), world.part(sorted(between))
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("parts", [[], [gx.topk(0.9), gx.ef()]], ids=["dense", "topk"])
+def test_groups_that_do_not_number_their_ranks_alike(grid, parts):
+    """Pieces of a message would be put together in the wrong places."""
+    large = {"w": torch.ones(20_000)}
+
+    def update(rank):
+        inner, outer = of_grid(rank, grid)
+        tx = gx.chain(gx.allreduce(inner), *parts, gx.allreduce(outer))
+        with pytest.raises((gx.RankMismatchError, TimeoutError)) as caught:
+            tx.update(large, tx.init(large))
+        return str(caught.value)
+
+    texts = run_ranks(sum(map(len, grid)), update, timeout=10.0)
+    assert any("in its node" in text or ", node " in text for text in texts)
+
+    def build(rank):
+        inner, outer = of_grid(rank, grid)
+        tx = gx.chain(gx.allreduce(inner), *parts, gx.allreduce(outer))
+        with pytest.raises(gx.RankMismatchError, match="in their grid"):
+            gx.Pipeline(tx, large)
+
+    run_ranks(sum(map(len, grid)), build, timeout=10.0)
+
+
+def unequal_nodes(rank):
+    world = torch.distributed.new_group
+    inner = [world(ranks) for ranks in ([0, 1, 2], [3])][rank // 3]
+    between = [world(ranks) for ranks in ([0, 3], [1], [2])]
+    tx = gx.chain(gx.allreduce(inner), gx.topk(0.1), gx.ef(), gx.allreduce(between[rank % 3]))
+    with pytest.raises(gx.RankMismatchError, match=r"on 2 x 3 ranks|on 1 x 3 ranks"):
+        gx.Pipeline(tx, model())
+
+
+def test_a_pipeline_on_unequal_nodes():
+    """Over gloo messages of unequal sizes would end the process."""
+    gloo_ranks(4, unequal_nodes)
