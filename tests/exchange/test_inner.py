@@ -426,6 +426,29 @@ class TestRules:
         with pytest.raises(ValueError, match="write axis_name in both, or in none"):
             gx.chain(self.inner, gx.topk(0.1), gx.ef(), gx.allreduce())
 
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda one, two: gx.accumulate(2, one, gx.error_feedback(gx.topk(0.1)), two),
+            lambda one, two: gx.apply_if_finite(one, gx.error_feedback(gx.topk(0.1)), two),
+            lambda one, two: gx.delayed(one, gx.error_feedback(gx.topk(0.1)), two, steps=1),
+            lambda one, two: gx.chain(gx.accumulate(2, one), gx.topk(0.1), gx.ef(), two),
+            lambda one, two: gx.chain(gx.apply_if_finite(one), gx.topk(0.1), gx.ef(), two),
+        ],
+    )
+    def test_the_first_in_a_combinator(self, write):
+        """On a bad step, or in windows of unequal weight, nodes would decide apart."""
+        with pytest.raises(ValueError, match="written as stages of a chain"):
+            write(self.inner, self.outer)
+
+    def test_the_second_in_a_combinator(self):
+        held = gx.apply_if_finite(gx.error_feedback(gx.topk(0.1)), self.outer)
+        assert len(gx.chain(self.inner, held).inners) == 1
+
+    def test_the_core_form_is_a_chain_again(self):
+        tx = gx.chain(gx.unscale(), self.inner, gx.topk(0.1), gx.ef(), self.outer)
+        assert len(gx.chain(*tx.core).inners) == 1
+
     def test_what_is_known_between(self):
         tx = gx.chain(self.inner, gx.topk(0.1), gx.ef(), self.outer)
         lines = gx.explain(tx).splitlines()
