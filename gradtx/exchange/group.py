@@ -458,7 +458,10 @@ def find_group(group: Any = None) -> Group:
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"expected a torch.distributed process group or None, got {group!r}")
+        raise TypeError(
+            "expected a torch.distributed process group, a DeviceMesh of one dimension or None, "
+            f"got {group!r}"
+        )
     if group not in _known:
         _known[group] = ProcessGroup(group)
     return _known[group]

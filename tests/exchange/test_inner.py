@@ -12,7 +12,7 @@ import gradtx as gx
 from gradtx.exchange.grid import Grid
 from gradtx.exchange.group import find_group
 from gradtx.exchange.spread import Spread
-from gradtx.testing import run_ranks
+from gradtx.testing import check_laws, run_ranks
 from ranks import gloo_ranks
 
 SHAPES = {"b": (3, 5), "s": (), "w": (40,)}
@@ -711,6 +711,25 @@ def test_the_state_of_another_chain_on_one_rank():
 
     mismatch = "RankMismatchError"
     assert run_ranks(4, run, timeout=10.0) == [mismatch, "AttributeError", mismatch, mismatch]
+
+
+def test_laws_are_those_of_one_exchange():
+    tx = gx.chain(
+        gx.allreduce(axis_name="node"), gx.topk(0.1), gx.ef(), gx.allreduce(axis_name="data")
+    )
+    with pytest.raises(ValueError, match=r"two stages.*leave gx.allreduce\(axis_name='node'\) out"):
+        check_laws(tx)
+
+
+def test_what_is_sent_is_explained_for_nodes():
+    def run(rank):
+        inner, outer = gx.node_groups(2)
+        tx = gx.chain(gx.allreduce(inner), gx.topk(0.1), gx.ef(), gx.allreduce(outer))
+        return gx.explain(tx, zeros()), gx.explain(tx, zeros(), ranks=8)
+
+    here, wanted = run_ranks(6, run)[0]
+    assert "\non 3 nodes, for each of them" in here
+    assert "\non 8 nodes, for each of them" in wanted
 
 
 class TestPipelines:
