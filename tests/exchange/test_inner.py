@@ -1,5 +1,6 @@
 """Two exchanges in one chain: dense inside a node, compressed between nodes."""
 
+import gc
 import math
 from functools import partial
 
@@ -809,6 +810,20 @@ def test_groups_that_do_not_number_their_ranks_alike(grid, parts):
             gx.Pipeline(tx, large)
 
     run_ranks(sum(map(len, grid)), build, timeout=10.0)
+
+
+def destroyed(rank):
+    inner, outer = gx.node_groups(2)
+    tx = gx.chain(gx.allreduce(inner), gx.allreduce(outer))
+    tx.update(zeros(), tx.init(zeros()))
+    torch.distributed.destroy_process_group(inner._group)
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"rank . of 2 has been destroyed: make groups"):
+        tx.update(zeros(), tx.init(zeros()))
+
+
+def test_a_group_that_is_gone_is_not_the_default_one():
+    gloo_ranks(4, destroyed)
 
 
 def unequal_nodes(rank):
