@@ -18,7 +18,7 @@ def identity(tx: Chain, group: Group) -> dict[str, Any]:
     """What a saved state is of: the format, the chain, the rank and how many there are."""
     return {
         "format": 1,
-        "chain": tx.shared_code,
+        "chain": tx.context(None).code,
         "rank": group.rank,
         "world_size": group.size,
     }

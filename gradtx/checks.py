@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from gradtx.core.chain import Chain
@@ -10,8 +11,8 @@ from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context
 from gradtx.core.tree import Layout
+from gradtx.exchange.grid import agree_on_grid
 from gradtx.exchange.group import Group
-from gradtx.exchange.handshake import agree
 from gradtx.transforms.unscale import unscale
 
 
@@ -68,7 +69,13 @@ def own_loss_scale(tx: Chain) -> Stage | None:
     return next((stage for stage in unscales if stage.stateful), None)
 
 
-def tell_why(group: Group, error: Exception) -> None:
-    """Tells the other ranks, which wait in the handshake, why this one does not come."""
+def tell_why(groups: Sequence[Group], error: Exception) -> None:
+    """Tells the other ranks, which wait in the handshake, why this one does not come.
+
+    Args:
+        groups: those of this rank, that between nodes first.
+        error: what has gone wrong.
+    """
     with suppress(RankMismatchError):
-        agree(group, Context(Layout((), None), ""), 0, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        agree_on_grid(groups, Context(Layout((), None), ""), error=text)

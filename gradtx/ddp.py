@@ -125,7 +125,7 @@ class DDPHook:
             context = Context(layout_of(self._parameters), code)
         except Exception as error:
             if self._group.size > 1:
-                tell_why(self._group, error)
+                tell_why([self._group], error)
             raise
         if self._group.size > 1:
             agree(self._group, context, 0)

@@ -35,9 +35,8 @@ from gradtx.core.tree import (
     widen,
 )
 from gradtx.engine import Direct, Outcome, Overlapped
-from gradtx.exchange.grid import joint
+from gradtx.exchange.grid import agree_on_grid, joint
 from gradtx.exchange.group import Group, find_group
-from gradtx.exchange.handshake import agree
 from gradtx.grouped import Grouped, Trial, partition, reason_against
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
@@ -139,18 +138,13 @@ class Pipeline:
         self._groups: tuple[Group, ...] = (find_group(None),)
         self._between = self._group = self._groups[0]
         try:
-            if not (isinstance(overlap, bool) or overlap == "always"):
-                raise ValueError(f"Pipeline(overlap={overlap!r}): expected True, False or 'always'")
-            self._skips = Skips("Pipeline(max_skips", max_skips)
-            state = self._prepare(tx, model, scaler)
-            if overlap:
-                self._check_overlap()
+            state = self._prepare(tx, model, scaler, max_skips, overlap)
         except Exception as error:
             if self._group.size > 1:
-                tell_why(self._group, error)
+                tell_why(self._groups, error)
             raise
         if self._group.size > 1:
-            agree(self._group, self._replicas(), 0)
+            agree_on_grid(self._groups, self._replicas())
             _broadcast(self._group, list(self._replicated().values()))
         self._masters = Masters(self._parameters if self._with_masters else {})
         # Now that all ranks come: it may make a process group.
@@ -208,7 +202,9 @@ class Pipeline:
             return {}
         return {"loss_scale": 1.0 if self._scaler is None else self._scaler.scale}
 
-    def _prepare(self, tx: Any, model: Any, scaler: Any) -> Any:
+    def _prepare(
+        self, tx: Any, model: Any, scaler: Any, max_skips: int | None, overlap: bool | str
+    ) -> Any:
         """All of the construction that one rank does alone, and may fail in; the first state."""
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
         self._with_masters = any(
@@ -223,8 +219,11 @@ class Pipeline:
                     f"{self.tx.exchange.code()} exchanges JAX arrays over a mesh; a Pipeline has "
                     "torch tensors: write allreduce()"
                 )
-            self._groups = self.tx.groups
+            self._groups = self._run.groups
             self._between, self._group = self._groups[0], joint(self._groups)
+        self._skips = Skips("Pipeline(max_skips", max_skips)
+        if not (isinstance(overlap, bool) or overlap == "always"):
+            raise ValueError(f"Pipeline(overlap={overlap!r}): expected True, False or 'always'")
         check_chain(self.tx, self._group, "a Pipeline")
         _refuse_ddp(model)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
@@ -239,6 +238,8 @@ class Pipeline:
         _refuse_shared(self._parameters)
         state = self._run.init(self._tree, self._info)
         self._values = sum(p.numel() for p in self._parameters.values())
+        if overlap:
+            self._check_overlap()
         return state
 
     def sync(
@@ -333,7 +334,7 @@ class Pipeline:
         self._engine.close()
 
     def _check_group(self) -> None:
-        if self.tx.exchange is not None and self.tx.groups != self._groups:
+        if self.tx.exchange is not None and self._run.groups != self._groups:
             raise RuntimeError(
                 "the process group is another one than when the Pipeline was built: build it after "
                 "torch.distributed.init_process_group, so that parameters start equal"
@@ -382,7 +383,7 @@ class Pipeline:
         if self._module is None or self._group.size == 1:
             return
         # Buffers may have changed their sizes since the first step.
-        agree(self._group, self._replicas(), 0)
+        agree_on_grid(self._groups, self._replicas())
         averaged = _running_statistics(self._module)
         if averaged:
             flat_sum = self._group.all_reduce(
@@ -531,7 +532,7 @@ class Pipeline:
             ),
             None,
         )
-        return Context(layout, self.tx.shared_code)
+        return Context(layout, self.tx.context(None).code)
 
 
 def _refuse_ddp(model: Any) -> None:

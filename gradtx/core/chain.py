@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.core.combinators import (
+    TWO_STAGES,
     ApplyIfFiniteState,
     Delaying,
     Enclosing,
@@ -19,6 +20,7 @@ from gradtx.core.combinators import (
     Filter,
     Gate,
     error_feedback,
+    exchanges_apart,
     gate,
     masked,
     run,
@@ -546,6 +548,8 @@ def chain(*transformations: Any, check: bool = True) -> Chain:
     Raises:
         ChainOrderError: if the order breaks a rule (``python -m gradtx explain`` prints the rules).
         TypeError: if an argument is no transformation.
+        ValueError: if a combinator has an exchange in it, and one over other ranks stands to its
+            right.
 
     Example:
         >>> import gradtx as gx
@@ -592,7 +596,9 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
             predicates.append(part.predicate)
         elif any(stage.lossy for stage in part.stages) and part.stage.kind is not Kind.EXCHANGE:
             keep(part)
-        elif isinstance(part, Exchange) and _followed(part, transformations[i + 1 :]):
+        elif exchanges_apart(part, transformations[i + 1 :]):
+            if not isinstance(part, Exchange):
+                raise ValueError(f"chain({part.code()}, ...): {TWO_STAGES}")
             parts.append(part.before_another())
             predicates = []
         else:
@@ -601,12 +607,6 @@ def resolve(transformations: Sequence[Transformation]) -> tuple[Transformation, 
                 predicates = []
     keep(*compressors)
     return _delayed(parts)
-
-
-def _followed(exchange: Exchange, right: Sequence[Transformation]) -> bool:
-    """Whether an exchange over other ranks stands to the right of one."""
-    stages = [stage for part in right for stage in part.stages if stage.kind is Kind.EXCHANGE]
-    return bool(stages) and not any(exchange.stage.same_ranks(stage) for stage in stages)
 
 
 def _delayed(parts: list[Transformation]) -> tuple[Transformation, ...]:

@@ -83,13 +83,31 @@ def within(name: str, inner: Sequence[Any]) -> tuple[Transformation, ...]:
     """What a combinator is called with, nested chains flattened.
 
     Raises:
-        ValueError: if one of them acts on neighbours, which a combinator does not offer.
+        ValueError: if one of them acts on neighbours, which a combinator does not offer; if two of
+            them exchange, over other ranks: those of the first would not decide together.
     """
     parts = flat(inner)
-    for part in parts:
+    for i, part in enumerate(parts):
         if isinstance(part, Bare):
             part.refuse_in(name)
+        if exchanges_apart(part, parts[i + 1 :]):
+            raise ValueError(f"{name}({part.code()}, ...): {TWO_STAGES}")
     return parts
+
+
+TWO_STAGES = (
+    "another exchange, over other ranks, stands to its right. An exchange in two stages is written "
+    "as stages of a chain: chain(allreduce(inner), topk(0.01), ef(), allreduce(outer))"
+)
+
+
+def exchanges_apart(part: Transformation, right: Sequence[Transformation]) -> bool:
+    """Whether there is an exchange in a part, and to its right are such over other ranks only."""
+    own = [stage for stage in part.stages if stage.kind is Kind.EXCHANGE]
+    others = [s for each in right for s in each.stages if s.kind is Kind.EXCHANGE]
+    if not own or not others:
+        return False
+    return not any(one.same_ranks(other) for one in own for other in others)
 
 
 class Gate(Transformation):

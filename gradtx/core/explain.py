@@ -20,7 +20,8 @@ def explain(tx: Any, params: PyTree = None, *, ranks: int | None = None) -> str:
         tx: a transformation; built with ``check=False``, its violations are shown too.
         params: a pytree of torch tensors, or an `nn.Module`: what is sent for them in a step is
             shown, at most, by each algorithm of the exchange, and which of these is taken.
-        ranks: how many ranks are to exchange; by default those that do.
+        ranks: how many ranks are to exchange, of a chain with two exchanges in the last one, so how
+            many nodes; by default those that do.
 
     Returns:
         The description, over several lines.
@@ -89,7 +90,8 @@ def _sent(tx: Chain, params: PyTree, ranks: int | None) -> list[str]:
     if arrives is None:
         raise ValueError(f"explain(params=...): zeros do not get through {tx.code()}")
     found = tx.exchange.describe(flatten(arrives)[0], context)
-    return [f"on {size} rank{'s' * (size > 1)}, for each of them, at most", *found]
+    those = "node" if tx.inners else "rank"
+    return [f"on {size} {those}{'s' * (size > 1)}, for each of them, at most", *found]
 
 
 def rules_table() -> str:

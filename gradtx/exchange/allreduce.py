@@ -117,10 +117,11 @@ def allreduce(
         The transformation.
 
     Raises:
-        ValueError: for an unknown `op` or `algorithm`; if both `group` and `axis_name` are given,
-            or `axis_name` with an algorithm for torch tensors; for a `density` that is not over 0
-            and at most 1, or with another algorithm; for a `link` with another algorithm than
-            ``"auto"``, or an axis; in `update`, if there is no such axis.
+        ValueError: for an unknown `op` or `algorithm`; for a `DeviceMesh` of several dimensions; if
+            both `group` and `axis_name` are given, or `axis_name` with an algorithm for torch
+            tensors; for a `density` that is not over 0 and at most 1, or with another algorithm;
+            for a `link` with another algorithm than ``"auto"``, or an axis; in `update`, if there
+            is no such axis, or of two exchanges in a chain the groups have several ranks in common.
         TypeError: if `axis_name` is no string, the `density` no float, or the `link` no `Link`; in
             `update`, for torch tensors where an axis is named, or JAX arrays where several torch
             processes are to exchange, or an algorithm is for torch tensors.

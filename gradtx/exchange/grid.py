@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gradtx.core.arguments import check_whole
+from gradtx.core.errors import RankMismatchError
+from gradtx.core.transformation import Context
 from gradtx.exchange.group import Group, find_group
+from gradtx.exchange.handshake import agree
 
 
 def node_groups(local_size: int | None = None, *, group: Any = None) -> tuple[Group, Group]:
@@ -101,6 +105,35 @@ class Grid(Group):
 def joint(groups: Sequence[Group]) -> Group:
     """All ranks of the groups, those between nodes first."""
     return groups[0] if len(groups) == 1 else Grid([group.plain for group in groups])
+
+
+def agree_on_grid(
+    groups: Sequence[Group], context: Context, step: int = 0, error: str = ""
+) -> None:
+    """As `agree`, for all ranks of several groups, which have to be the axes of a grid.
+
+    The ranks of a group have one place along all other axes. They compare it group by group, those
+    inside nodes first and last, so that all ranks of a grid hear what some of them have to tell.
+
+    Args:
+        groups: those of one rank, that between nodes first.
+        context: the chain and the layout.
+        step: how many steps this rank's state has seen.
+        error: why this rank cannot go on, if it cannot.
+
+    Raises:
+        RankMismatchError: on every rank, if one has failed, or they differ.
+    """
+    found: RankMismatchError | None = None
+    for group in (*reversed(groups), *groups[1:]):
+        apart = [str(other.rank) if other is not group else "*" for other in groups]
+        where = f", at {' x '.join(apart)} in their grid" if len(groups) > 1 else ""
+        try:
+            agree(group.plain, replace(context, code=context.code + where), step, error)
+        except RankMismatchError as mismatch:
+            found, error = found or mismatch, error or str(mismatch)
+    if found is not None:
+        raise found
 
 
 def check_meeting(inner: Group, outer: Group) -> None:

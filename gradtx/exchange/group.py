@@ -121,6 +121,11 @@ class Group:
         return (self.rank,)
 
     @property
+    def place(self) -> str:
+        """Where in a grid this group lies, in words: the same for all of its ranks."""
+        return ""
+
+    @property
     def plain(self) -> Group:
         """The group for what need not be the same on all ranks that stand for one."""
         return self
@@ -159,8 +164,14 @@ class ProcessGroup(Group):
         self._backend = dist.get_backend(group)
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
-        return self._reference()
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        if group is None:  # To torch it would be the default group, of other ranks.
+            raise RuntimeError(
+                f"the process group of this rank {self.rank} of {self.size} has been destroyed: "
+                "make groups and chain anew after torch.distributed.destroy_process_group"
+            )
+        return group
 
     def sibling(self) -> Group:
         """Another process group of the same ranks, backend and time-out."""
@@ -174,17 +185,13 @@ class ProcessGroup(Group):
     @property
     def members(self) -> tuple[int, ...]:
         """What its ranks are called in the default group."""
-        return tuple(dist.get_process_group_ranks(self._own()))
-
-    def _own(self) -> Any:
-        group = self._group
-        return dist.group.WORLD if group is None else group
+        return tuple(dist.get_process_group_ranks(self._group))
 
     def _made(self, ranks: Sequence[int]) -> ProcessGroup:
         whole = len(ranks) == dist.get_world_size()
         made = dist.new_group(
             list(ranks),
-            timeout=_timeout(self._own()),
+            timeout=_timeout(self._group),
             backend=self._backend,
             use_local_synchronization=not whole,
         )
@@ -260,8 +267,7 @@ class ProcessGroup(Group):
 
     def _global(self, rank: int) -> int:
         """What a rank of this group is called in the default group."""
-        group = self._group
-        return rank if group is None else dist.get_global_rank(group, rank)
+        return dist.get_global_rank(self._group, rank)
 
 
 def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -453,7 +459,10 @@ def find_group(group: Any = None) -> Group:
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"expected a torch.distributed process group or None, got {group!r}")
+        raise TypeError(
+            "expected a torch.distributed process group, a DeviceMesh of one dimension or None, "
+            f"got {group!r}"
+        )
     if group not in _known:
         _known[group] = ProcessGroup(group)
     return _known[group]

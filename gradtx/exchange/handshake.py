@@ -95,11 +95,12 @@ def agree(
     """
     forms = forms or {}
     leaves = {x.path: [str(x), f"sent {forms.get(x.path)}"] for x in context.layout.leaves}
-    hello = Hello(_hash(context.code), _hash(json.dumps(leaves, sort_keys=True)), step, error)
+    code = context.code + group.place
+    hello = Hello(_hash(code), _hash(json.dumps(leaves, sort_keys=True)), step, error)
     hellos = [Hello.decode(message) for message in group.plain.all_gather(hello.encode())]
     _raise_errors([other.error for other in hellos], "before the first exchange")
     if len({(other.chain, other.layout) for other in hellos}) > 1:
-        raise RankMismatchError(_difference(_descriptions(group, context.code, leaves)))
+        raise RankMismatchError(_difference(_descriptions(group, code, leaves)))
     if len({other.step for other in hellos}) > 1:
         raise RankMismatchError(
             "the ranks' states are at different steps: "

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradtx.core.chain import next_exchange
-from gradtx.core.combinators import Enclosing, Gate, gate
+from gradtx.core.combinators import Enclosing, Gate, gate, run
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, Exchange, Progress, Share, Transformation
 from gradtx.core.tree import Array, Info, PyTree, arrays_in
@@ -26,7 +26,7 @@ class InnerState(NamedTuple):
 
     Attributes:
         exchange: its own.
-        inner_states: the state of the gate around what is to its right.
+        inner_states: the states of what is to its right, last that of the gate around it.
     """
 
     exchange: Any
@@ -40,7 +40,7 @@ class InnerState(NamedTuple):
     @property
     def last_finite(self) -> Array:
         """0-d bool: the last step was taken, on all ranks of all nodes."""
-        found: Array = self.inner_states[0].last_finite
+        found: Array = self.inner_states[-1].last_finite
         return found
 
 
@@ -60,7 +60,10 @@ class Inner(Gate, Enclosing):
     def __init__(self, exchange: Exchange, right: Sequence[Transformation]) -> None:
         self.exchange = exchange
         self._right = tuple(self._together(part) for part in right)
-        self._held = gate(self._right)
+        # A loss scale of its own waits for what the gate decides: it stands before that.
+        unscales = [i + 1 for i, part in enumerate(right) if part.stage.kind is Kind.UNSCALE]
+        start = (unscales or [0])[0]
+        parts = (*self._right[:start], gate(self._right[start:]))
         self._between = next_exchange(self._right)
         if self._between is not None and self._between.one_program != exchange.one_program:
             raise ValueError(
@@ -73,8 +76,8 @@ class Inner(Gate, Enclosing):
             self._init,
             self._update,
             stages=(exchange.stage, *(s for part in right for s in part.stages)),
-            parts=(self._held,),
-            code=lambda local: ", ".join(part.code(local=local) for part in (exchange, self._held)),
+            parts=parts,
+            code=lambda local: ", ".join(part.code(local=local) for part in (exchange, *parts)),
         )
 
     def _together(self, part: Transformation) -> Transformation:
@@ -91,7 +94,8 @@ class Inner(Gate, Enclosing):
         return Inner(self.exchange, (*self._right, *right))
 
     def _init(self, params: PyTree, info: Info | None) -> InnerState:
-        return InnerState(self.exchange.setup(params, info), (self._held.setup(params, info),))
+        inner_states = tuple(part.setup(params, info) for part in self.parts)
+        return InnerState(self.exchange.setup(params, info), inner_states)
 
     def _update(
         self,
@@ -125,10 +129,9 @@ class Inner(Gate, Enclosing):
         absent = heard.absent if any(heard.absent) else ()
         within = replace(context, absent=absent, share=share)
         # What this rank knows of its own gradients is in what they have heard.
-        out, inner = self._held.step(
-            reduced, state.inner_states[0], params, context=within, **extra
-        )
-        return out, InnerState(after, (inner,))
+        extra["context"] = within
+        out, inner_states = run(self.parts, reduced, state.inner_states, params, extra)
+        return out, InnerState(after, inner_states)
 
     def _check(self) -> None:
         """Looks once at how the groups lie.
@@ -145,12 +148,15 @@ class Inner(Gate, Enclosing):
 
     def _own(self, context: Context) -> Context:
         """The context of the exchange inside, in a step that has not come to it yet."""
+        code = context.code
+        if self._between is not None and not self.exchange.one_program:
+            code += f", node {self._between.group.rank}"  # The same for all that meet here.
         progress = Progress()
         progress.absent = context.absent
         share: Share | None = context.share
         if share is not None:
             share = replace(share, mean=False, partial=True)
-        return replace(context, share=share, over=(), joins=False, progress=progress)
+        return replace(context, code=code, share=share, over=(), joins=False, progress=progress)
 
     def fail(
         self, state: Any, context: Context, error: Exception, arriving: PyTree | None = None
@@ -159,7 +165,7 @@ class Inner(Gate, Enclosing):
         meeting = context.progress.meetings.get(id(self))
         if meeting is None or not meeting.context.progress.sent:
             own = self._own(context) if meeting is None else meeting.context
-            exchange = None if state is None else state.exchange
+            exchange = getattr(state, "exchange", None)  # The state may be one of another chain.
             self.exchange.fail(exchange, own, error, arriving)
 
 

@@ -39,6 +39,11 @@ class Spread(Group):
         return self._outer
 
     @property
+    def place(self) -> str:
+        """The number that all ranks have in their nodes: what they send is one piece of all."""
+        return f", number {self._inner.rank} in its node"
+
+    @property
     def members(self) -> tuple[int, ...]:
         """What its ranks are called where all groups are told apart."""
         return self._outer.members

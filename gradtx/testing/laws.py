@@ -533,7 +533,7 @@ def check_laws(
     Raises:
         LawViolation: naming the first law that is broken, and the figures.
         ValueError: for an unknown law or backend; if the exchange is not one of that backend; for
-            an FP64 leaf where JAX has none.
+            an FP64 leaf where JAX has none; for a chain with two exchanges.
         ImportError: if the backend needs jax and it is not installed.
 
     Example:

@@ -326,6 +326,12 @@ class Case:
         backend: str | None = None,
     ) -> None:
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
+        if self.tx.inners:
+            raise ValueError(
+                f"{self.tx!r} exchanges in two stages, and the laws are checked of one: leave "
+                f"{', '.join(inner.exchange.code() for inner in self.tx.inners)} out, the ranks "
+                "are then the nodes"
+            )
         self.steps, self._seed = steps, seed
         self.parts = tuple(_opened(flat(self.tx.transformations)))
         self.stages = tuple(stage for part in self.parts for stage in part.stages)

@@ -250,7 +250,10 @@ def test_the_group_is_not_part_of_what_ranks_compare():
 
 @pytest.mark.parametrize("group", [3, "gloo", [0, 1]])
 def test_what_is_no_group_is_refused_where_it_is_written(group):
-    text = f"expected a torch.distributed process group or None, got {group!r}"
+    text = (
+        "expected a torch.distributed process group, a DeviceMesh of one dimension or None, "
+        f"got {group!r}"
+    )
     with pytest.raises(TypeError, match=re.escape(text)):
         gx.allreduce(group=group)
 

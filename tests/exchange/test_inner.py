@@ -1,5 +1,6 @@
 """Two exchanges in one chain: dense inside a node, compressed between nodes."""
 
+import gc
 import math
 from functools import partial
 
@@ -12,7 +13,7 @@ import gradtx as gx
 from gradtx.exchange.grid import Grid
 from gradtx.exchange.group import find_group
 from gradtx.exchange.spread import Spread
-from gradtx.testing import run_ranks
+from gradtx.testing import check_laws, run_ranks
 from ranks import gloo_ranks
 
 SHAPES = {"b": (3, 5), "s": (), "w": (40,)}
@@ -441,6 +442,29 @@ class TestRules:
         with pytest.raises(ValueError, match="write axis_name in both, or in none"):
             gx.chain(self.inner, gx.topk(0.1), gx.ef(), gx.allreduce())
 
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda one, two: gx.accumulate(2, one, gx.error_feedback(gx.topk(0.1)), two),
+            lambda one, two: gx.apply_if_finite(one, gx.error_feedback(gx.topk(0.1)), two),
+            lambda one, two: gx.delayed(one, gx.error_feedback(gx.topk(0.1)), two, steps=1),
+            lambda one, two: gx.chain(gx.accumulate(2, one), gx.topk(0.1), gx.ef(), two),
+            lambda one, two: gx.chain(gx.apply_if_finite(one), gx.topk(0.1), gx.ef(), two),
+        ],
+    )
+    def test_the_first_in_a_combinator(self, write):
+        """On a bad step, or in windows of unequal weight, nodes would decide apart."""
+        with pytest.raises(ValueError, match="written as stages of a chain"):
+            write(self.inner, self.outer)
+
+    def test_the_second_in_a_combinator(self):
+        held = gx.apply_if_finite(gx.error_feedback(gx.topk(0.1)), self.outer)
+        assert len(gx.chain(self.inner, held).inners) == 1
+
+    def test_the_core_form_is_a_chain_again(self):
+        tx = gx.chain(gx.unscale(), self.inner, gx.topk(0.1), gx.ef(), self.outer)
+        assert len(gx.chain(*tx.core).inners) == 1
+
     def test_what_is_known_between(self):
         tx = gx.chain(self.inner, gx.topk(0.1), gx.ef(), self.outer)
         lines = gx.explain(tx).splitlines()
@@ -675,3 +699,157 @@ def test_in_one_piece_or_spread_the_result_is_the_same(parts, algorithm, monkeyp
     for (one, less), (other, more) in zip(spread, run_ranks(4, run), strict=True):
         assert all(map(equal, one, other))
         assert less < 0.6 * more
+
+
+def test_a_loss_scale_behind_the_inner_exchange_moves():
+    def run(rank):
+        inner, outer = gx.node_groups(2)
+        scale = gx.dynamic_loss_scale(4.0, growth_interval=2)
+        tx = gx.chain(gx.allreduce(inner), scale, gx.topk(0.2), gx.ef(), gx.allreduce(outer))
+        state, scales = tx.init(zeros()), []
+        for step in range(5):
+            _, state = tx.update(gradients(rank, step, bad={(3, 0)}), state)
+            scales.append(float(state.loss_scale))
+        return scales, int(state.total_notfinite)
+
+    assert run_ranks(4, run) == [([2.0, 2.0, 4.0, 4.0, 8.0], 1)] * 4
+
+
+def test_the_state_of_another_chain_on_one_rank():
+    def run(rank):
+        inner, outer = gx.node_groups(2)
+        tx = gx.chain(gx.allreduce(inner), gx.topk(0.2), gx.ef(), gx.allreduce(outer))
+        other = gx.chain(gx.topk(0.2), gx.ef(), gx.allreduce())
+        state = (other if rank == 1 else tx).init(zeros())
+        with pytest.raises((AttributeError, gx.RankMismatchError)) as caught:
+            tx.update(gradients(rank, 0), state)
+        return type(caught.value).__name__
+
+    mismatch = "RankMismatchError"
+    assert run_ranks(4, run, timeout=10.0) == [mismatch, "AttributeError", mismatch, mismatch]
+
+
+def test_laws_are_those_of_one_exchange():
+    tx = gx.chain(
+        gx.allreduce(axis_name="node"), gx.topk(0.1), gx.ef(), gx.allreduce(axis_name="data")
+    )
+    with pytest.raises(ValueError, match=r"two stages.*leave gx.allreduce\(axis_name='node'\) out"):
+        check_laws(tx)
+
+
+def test_what_is_sent_is_explained_for_nodes():
+    def run(rank):
+        inner, outer = gx.node_groups(2)
+        tx = gx.chain(gx.allreduce(inner), gx.topk(0.1), gx.ef(), gx.allreduce(outer))
+        return gx.explain(tx, zeros()), gx.explain(tx, zeros(), ranks=8)
+
+    here, wanted = run_ranks(6, run)[0]
+    assert "\non 3 nodes, for each of them" in here
+    assert "\non 8 nodes, for each of them" in wanted
+
+
+class TestPipelines:
+    """On threads, in two stages."""
+
+    def pipe(self, *behind, local=2, **options):
+        inner, outer = gx.node_groups(local)
+        tx = gx.chain(gx.allreduce(inner), gx.topk(0.1), gx.ef(), gx.allreduce(outer), *behind)
+        return gx.Pipeline(tx, model(), **options)
+
+    def test_what_is_sent_for_master_weights(self):
+        def run(rank, *behind):
+            pipe = self.pipe(*behind)
+            for parameter in pipe.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            return pipe.sync(torch.optim.SGD(pipe.parameters(), lr=0.1)).wire_bytes
+
+        with_masters = run_ranks(4, lambda rank: run(rank, gx.master_weights()))
+        assert with_masters == run_ranks(4, run)
+        assert min(with_masters) > 0
+
+    def test_one_that_is_built_wrong_on_one_rank(self):
+        def run(rank):
+            with pytest.raises((ValueError, gx.RankMismatchError), match="max_skips") as caught:
+                self.pipe(max_skips=0 if rank == 3 else 100)
+            return type(caught.value).__name__
+
+        assert run_ranks(4, run, timeout=10.0) == ["RankMismatchError"] * 3 + ["ValueError"]
+
+    def test_a_state_dict_from_another_grid(self):
+        saved = run_ranks(4, lambda rank: self.pipe(local=2).state_dict())
+
+        def run(rank):
+            with pytest.raises(ValueError, match=r"on 2 x 2 ranks.*expected.*on 1 x 4 ranks"):
+                self.pipe(local=4).load_state_dict(saved[rank])
+            self.pipe(local=2).load_state_dict(saved[rank])
+
+        run_ranks(4, run)
+
+
+GRIDS = {
+    "a node turned round": [[0, 1], [3, 2]],
+    "ranks of two nodes in one": [[0, 3], [2, 1]],
+    "two of three turned round": [[0, 1, 2], [3, 5, 4]],
+    "one of three nodes turned round": [[0, 1], [2, 3], [5, 4]],
+}
+
+
+def of_grid(rank, grid):
+    """The groups of a rank, numbered as torch does it: by rank, wherever they stand."""
+    (node,) = (row for row in grid if rank in row)
+    between = [row[node.index(rank)] for row in grid]
+    world = find_group()
+    return world.part(sorted(node)), world.part(sorted(between))
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("parts", [[], [gx.topk(0.9), gx.ef()]], ids=["dense", "topk"])
+def test_groups_that_do_not_number_their_ranks_alike(grid, parts):
+    """Pieces of a message would be put together in the wrong places."""
+    large = {"w": torch.ones(20_000)}
+
+    def update(rank):
+        inner, outer = of_grid(rank, grid)
+        tx = gx.chain(gx.allreduce(inner), *parts, gx.allreduce(outer))
+        with pytest.raises((gx.RankMismatchError, TimeoutError)) as caught:
+            tx.update(large, tx.init(large))
+        return str(caught.value)
+
+    texts = run_ranks(sum(map(len, grid)), update, timeout=10.0)
+    assert any("in its node" in text or ", node " in text for text in texts)
+
+    def build(rank):
+        inner, outer = of_grid(rank, grid)
+        tx = gx.chain(gx.allreduce(inner), *parts, gx.allreduce(outer))
+        with pytest.raises(gx.RankMismatchError, match="in their grid"):
+            gx.Pipeline(tx, large)
+
+    run_ranks(sum(map(len, grid)), build, timeout=10.0)
+
+
+def destroyed(rank):
+    inner, outer = gx.node_groups(2)
+    tx = gx.chain(gx.allreduce(inner), gx.allreduce(outer))
+    tx.update(zeros(), tx.init(zeros()))
+    torch.distributed.destroy_process_group(inner._group)
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"rank . of 2 has been destroyed: make groups"):
+        tx.update(zeros(), tx.init(zeros()))
+
+
+def test_a_group_that_is_gone_is_not_the_default_one():
+    gloo_ranks(4, destroyed)
+
+
+def unequal_nodes(rank):
+    world = torch.distributed.new_group
+    inner = [world(ranks) for ranks in ([0, 1, 2], [3])][rank // 3]
+    between = [world(ranks) for ranks in ([0, 3], [1], [2])]
+    tx = gx.chain(gx.allreduce(inner), gx.topk(0.1), gx.ef(), gx.allreduce(between[rank % 3]))
+    with pytest.raises(gx.RankMismatchError, match=r"on 2 x 3 ranks|on 1 x 3 ranks"):
+        gx.Pipeline(tx, model())
+
+
+def test_a_pipeline_on_unequal_nodes():
+    """Over gloo messages of unequal sizes would end the process."""
+    gloo_ranks(4, unequal_nodes)
