@@ -21,9 +21,9 @@ from gradtx.exchange.compare import described
 from gradtx.exchange.cost import Link
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group, find_group
-from gradtx.exchange.handshake import agree, share_error
+from gradtx.exchange.handshake import agree, said_of, share_error
 from gradtx.exchange.incoming import exchange
-from gradtx.exchange.inner import Inner
+from gradtx.exchange.inner import Inner, digest_of
 from gradtx.exchange.outgoing import Outgoing, Sizes
 from gradtx.exchange.plan import (
     ALGORITHMS,
@@ -329,8 +329,10 @@ class Allreduce(Exchange):
         shots = TwoShot(group, outgoing, outgoing.shards, header)
         sharded = Sharded(group, outgoing.to_owners, header)
 
-        for meeting in reversed(context.progress.meetings.values()):
-            meeting.confirm()
+        if meetings := context.progress.meetings:
+            digest = digest_of(outgoing.found.values())
+            for meeting in reversed(meetings.values()):
+                meeting.confirm(digest=digest)
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
         sparse = SparseSums(outgoing, context)
@@ -414,7 +416,7 @@ class Allreduce(Exchange):
         if group.size == 1:
             return
         with suppress(Exception):
-            text = f"{text}: {error}"
+            text = said_of(error)
         # Whatever goes wrong from here on, the error itself is what the user is to see.
         with suppress(Exception):
             step = 0 if state is None else int(state.count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ NBYTES = 1024
 _HEAD = struct.Struct("<4sHHQQQI")
 _MAGIC = b"GRTH"
 _VERSION = 1
+_HEARD = re.compile(r"rank \d+ failed ")
 _NOTHING = ["nothing", "nothing"]
 # Of a chain and all its leaves, as JSON: that of a million leaves is shorter.
 _LONGEST = 2**28
@@ -98,7 +100,7 @@ def agree(
     code = context.code + group.place
     hello = Hello(_hash(code), _hash(json.dumps(leaves, sort_keys=True)), step, error)
     hellos = [Hello.decode(message) for message in group.plain.all_gather(hello.encode())]
-    _raise_errors([other.error for other in hellos], "before the first exchange")
+    _raise_errors(group, [other.error for other in hellos], "before the first exchange")
     if len({(other.chain, other.layout) for other in hellos}) > 1:
         raise RankMismatchError(_difference(_descriptions(group, code, leaves)))
     if len({other.step for other in hellos}) > 1:
@@ -107,6 +109,13 @@ def agree(
             + ", ".join(f"rank {rank} at {other.step}" for rank, other in enumerate(hellos))
             + "; load the checkpoint of one step on all ranks"
         )
+
+
+def said_of(error: Exception) -> str:
+    """An error in words, for other ranks; what this rank has heard of one itself, as it was."""
+    text = str(error)
+    heard = isinstance(error, RankMismatchError) and _HEARD.match(text)
+    return text if heard else f"{type(error).__name__}: {text}"
 
 
 def _hash(text: str) -> int:
@@ -124,13 +133,20 @@ def share_error(group: Group, error: str) -> None:
         RankMismatchError: always, unless no rank has an error to tell.
     """
     messages = group.plain.all_gather(Hello(0, 0, 0, error).encode())
-    _raise_errors([Hello.decode(message).error for message in messages], "in this step")
+    _raise_errors(group, [Hello.decode(message).error for message in messages], "in this step")
 
 
-def _raise_errors(errors: Sequence[str], when: str) -> None:
-    failed = [f"rank {rank} failed {when}: {text}" for rank, text in enumerate(errors) if text]
+def _raise_errors(group: Group, errors: Sequence[str], when: str) -> None:
+    known = group.members if len(group.members) == len(errors) else range(len(errors))
+    named = zip(known, errors, strict=True)
+    # What a rank has heard in another group is said as it was said there, once.
+    failed = [
+        text if _HEARD.match(text) else f"rank {rank} failed {when}: {text}"
+        for rank, text in named
+        if text
+    ]
     if failed:
-        raise RankMismatchError("; ".join(failed))
+        raise RankMismatchError("; ".join(dict.fromkeys(failed)))
 
 
 def _descriptions(
@@ -171,14 +187,29 @@ def _difference(ranks: Sequence[tuple[str, dict[str, list[str]]]]) -> str:
     return "ranks differ in " + "; ".join(shown)
 
 
-def confirm(group: Group, error: Exception | None = None) -> None:
+def confirm(group: Group, error: Exception | None = None, digest: int = 0) -> None:
     """Says that this rank can go on, or why it cannot, and hears whether all others can.
 
+    Args:
+        group: the ranks, which are to do the same from here on.
+        error: why this rank cannot.
+        digest: 32 bits of a hash over what it is about to send.
+
     Raises:
-        Exception: as `stop`, if some rank cannot.
+        Exception: as `stop`, if some rank cannot go on.
+        RankMismatchError: on all of them, if they are about to send different things.
     """
-    if group.size > 1 and group.all_reduce(torch.tensor([float(error is not None)])).item():
+    if group.size == 1:
+        return
+    told = torch.tensor([error is not None, digest], dtype=torch.int64).view(torch.uint8)
+    answers = [answer.clone().view(torch.int64).tolist() for answer in group.all_gather(told)]
+    if any(failed for failed, _ in answers):
         stop(group, error)
+    if len({found for _, found in answers}) > 1:
+        raise RankMismatchError(
+            f"the ranks {list(group.members)} of one node have compressed different things: their "
+            "states have to be equal; load the checkpoint of each rank on it, of one step"
+        )
 
 
 def stop(group: Group, error: Exception | None) -> None:
@@ -192,7 +223,7 @@ def stop(group: Group, error: Exception | None) -> None:
         Exception: that error; on the others a `RankMismatchError` with its text.
     """
     try:
-        share_error(group, "" if error is None else f"{type(error).__name__}: {error}")
+        share_error(group, "" if error is None else said_of(error))
     except RankMismatchError:
         if error is not None:
             raise error from None

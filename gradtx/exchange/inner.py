@@ -7,12 +7,16 @@ the same, and a rank stands for its node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from gradtx.core.chain import next_exchange
 from gradtx.core.combinators import Enclosing, Gate, gate, run
+from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, Exchange, Progress, Share, Transformation
 from gradtx.core.tree import Array, Info, PyTree, arrays_in
@@ -189,13 +193,26 @@ class Meeting:
         self.met = self.confirmed = False
         self._exchange = inner.exchange
 
-    def confirm(self, error: Exception | None = None) -> None:
+    def confirm(self, error: Exception | None = None, digest: int = 0) -> None:
         """Says that this rank is ready, or has failed, and hears of the others.
 
+        Args:
+            error: why it has failed.
+            digest: of what it is about to send.
+
         Raises:
-            RankMismatchError: if one has failed.
+            RankMismatchError: if one has failed, or they are about to send different things.
         """
         if not self.met or self.confirmed or self._exchange.one_program:
             return
         self.confirmed = True
-        confirm(self._exchange.group, error)
+        confirm(self._exchange.group, error, digest)
+
+
+def digest_of(payloads: Iterable[Payload]) -> int:
+    """32 bits of a hash over payloads of torch tensors."""
+    found = 0
+    for x in arrays_in(list(payloads)):
+        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        found = zlib.crc32(data.numpy(), found)
+    return found
