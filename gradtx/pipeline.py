@@ -36,6 +36,7 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
+from gradtx.resharding import rules_of
 from gradtx.transforms.accumulate import check_weight
 from gradtx.transforms.master_weights import STAGE as MASTER_WEIGHTS
 from gradtx.transforms.unscale import unscale
@@ -346,11 +347,14 @@ class Pipeline:
         """This rank's state: plain tensors and numbers, the tensors keyed by parameter path.
 
         Returns:
-            A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own.
+            A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own; for
+            another number of ranks `reshard` makes others of those of all ranks.
         """
+        state = self._engine.state
         return {
             **self._identity(),
-            "state": flatten_state(self._engine.state),
+            "per_rank": rules_of(self._run, state),
+            "state": flatten_state(state),
             **({"masters": self._masters.state_dict()} if self._with_masters else {}),
         }
 
@@ -377,9 +381,12 @@ class Pipeline:
             raise ValueError(f"this is no state_dict of a Pipeline: it lacks {missing}")
         for name in here:
             if state_dict.get(name) != here[name]:
-                raise ValueError(
+                text = (
                     f"this state_dict has {name} {state_dict.get(name)!r}: expected {here[name]!r}"
                 )
+                if name == "world_size":
+                    text += "; gx.reshard makes states for another number of ranks"
+                raise ValueError(text)
         restored = restore_state(self._engine.state, state_dict["state"])
         if self._with_masters:
             self._masters.load_state_dict(state_dict.get("masters"))
