@@ -183,6 +183,11 @@ def _of_chains(tx: Any, states: list[Any], new_size: int) -> list[Any]:
     if tx is None:
         raise TypeError("reshard(states, new_size): states of a chain need it: reshard(..., tx=tx)")
     chain = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
+    if chain.exchange is not None and chain.exchange.one_program:
+        raise TypeError(
+            f"reshard(tx={chain.code()}): its state is one for all devices of a mesh, of JAX "
+            "arrays; expected states of torch tensors, one of each rank"
+        )
     for number, state in enumerate(states):
         if not isinstance(state, ChainState) or len(state.states) != len(chain.core):
             raise TypeError(

@@ -538,6 +538,12 @@ def test_states_of_a_chain_need_it():
         gx.reshard([states[0], tx.init({"w": torch.zeros(2)})], 3, tx=tx)
 
 
+def test_a_state_for_the_devices_of_a_mesh_is_refused():
+    tx = gx.chain(gx.topk(0.2), gx.ef(), gx.allreduce(axis_name="data"))
+    with pytest.raises(TypeError, match="its state is one for all devices of a mesh, of JAX"):
+        gx.reshard([], 3, tx=tx)
+
+
 def test_states_may_come_in_any_order(three):
     one, other = gx.reshard(three, 2), gx.reshard(three[::-1], 2)
     for a, b in zip(one, other, strict=True):
@@ -577,6 +583,55 @@ def test_masters_are_carried_over():
     spoilt = {**states[1]["masters"], "bias": states[1]["masters"]["bias"] + 1}
     with pytest.raises(ValueError, match="masters 'bias' is not the same in"):
         gx.reshard([states[0], changed(states[1], masters=spoilt)], 3)
+
+
+PIPELINES = {
+    "warm-up": [gx.topk(gx.warmup_density((0.5, 0.2), 2)), gx.ef(), gx.allreduce()],
+    "delayed": [gx.topk(0.2), gx.momentum_correction(0.5), gx.delayed(steps=1), gx.allreduce()],
+    "windows": [gx.accumulate(3), gx.topk(0.2), gx.ef(), gx.allreduce()],
+    "all of it": [
+        gx.dynamic_loss_scale(4.0),
+        gx.accumulate(3),
+        gx.filter_params(gx.is_matrix),
+        gx.powersgd(1),
+        gx.ef(),
+        gx.allreduce(),
+        gx.clip_by_global_norm(1.0),
+    ],
+    "owners": [
+        gx.topk(0.2),
+        gx.cast("float16"),
+        gx.ef(),
+        gx.allreduce(algorithm="sharded", density=0.1),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (1, 3)])
+def test_a_pipeline_goes_on(name, old, new):
+    tx = gx.chain(*PIPELINES[name])
+    states = gx.reshard(saved(tx, old, steps=5), new)
+
+    def rank(i):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(6, 4)
+        pipe = gx.Pipeline(tx, net)
+        pipe.load_state_dict(states[i])
+        assert pipe.state_dict()["per_rank"] == states[i]["per_rank"]
+        reports = []
+        for number in range(3):
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter) * (1 + i + number)
+            reports.append(pipe.sync())
+        found = [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
+        pipe.close()
+        return reports, found
+
+    (reports, found), *others = run_ranks(new, rank)
+    # Two of the three micro-steps of a window are from the old ranks, and one result in a queue is.
+    assert reports[0].ready
+    assert all(other == found for _, other in others)
 
 
 class Counting(Mapping):
