@@ -11,8 +11,8 @@ rule           what
 ``node mean``  the same: the ranks of a node have the same, and stand for it together
 ``sum``        the sum over the old ranks, divided by :math:`M`: it adds to a sum over ranks
 ``any``        whether it is true on any old rank
-``window``     what is empty: refused unless it is zero everywhere
-``node sum``   nothing: refused unless it is zero everywhere
+``window``     zeros: a window that cannot be shared out is refused unless it is empty
+``node sum``   zeros: refused unless it is zero everywhere, as nodes are not known
 =============  =================================================================================
 
 That all new ranks get the same has reasons. Of all ways to share out what is to be conserved it has
@@ -23,7 +23,7 @@ which have to have the same, do; and it is made with one leaf of one rank at a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -48,6 +48,7 @@ _REFUSED = {
         "write op='mean' between nodes"
     ),
 }
+_RULES = (*_SHARED, "any", *_REFUSED)
 _IDENTITY = ("format", "chain", "rank", "world_size", "state")
 
 
@@ -171,12 +172,7 @@ def reshard(states: Sequence[Any], new_size: int, *, tx: Any = None) -> list[Any
     states = list(states)
     if tx is not None or any(isinstance(state, ChainState) for state in states):
         return _of_chains(tx, states, new_size)
-    anew = Resharded(states, new_size)
-    out = [anew.blank(rank) for rank in range(new_size)]
-    for section, key, values in anew:
-        for state, value in zip(out, values, strict=True):
-            state[section][key] = value
-    return out
+    return Resharded(states, new_size).all()
 
 
 def _of_chains(tx: Any, states: list[Any], new_size: int) -> list[Any]:
@@ -213,6 +209,9 @@ def _of_chains(tx: Any, states: list[Any], new_size: int) -> list[Any]:
     return [optree.tree_unflatten(specs[0], list(state["state"].values())) for state in anew]
 
 
+Room: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Value(NamedTuple):
     """One value of a state, anew.
 
@@ -234,6 +233,7 @@ class Resharded:
         states: what `Pipeline.state_dict` gave on each rank, in any order.
         new_size: the number of ranks to come.
         names: what to call the states in errors; by default their positions.
+        room: makes a tensor to be filled, like the one given; by default one in memory.
 
     Attributes:
         rules: by key of the section ``"state"``, how what differs between ranks is carried over.
@@ -244,13 +244,19 @@ class Resharded:
     """
 
     def __init__(
-        self, states: Sequence[Any], new_size: int, names: Sequence[str] | None = None
+        self,
+        states: Sequence[Any],
+        new_size: int,
+        *,
+        names: Sequence[str] | None = None,
+        room: Room | None = None,
     ) -> None:
         given = [f"states[{i}]" for i in range(len(states))] if names is None else list(names)
         order = _rank_order(states, given)
         self._states = [states[i] for i in order]
         self._names = [given[i] for i in order]
         self._old, self._new = len(states), new_size
+        self._room, self._sums = room or _like, _Sums()
         first = self._states[0]
         self.rules: Mapping[str, str] = first["per_rank"]
         self._sections = [
@@ -258,11 +264,21 @@ class Resharded:
         ]
         self._check()
 
-    def blank(self, rank: int) -> dict[str, Any]:
-        """The state of a new rank, with nothing in its sections."""
-        own = {"rank": rank, "world_size": self._new}
-        empty: dict[str, Any] = {name: {} for name in self._sections}
-        return {**self._states[0], **empty, **own}
+    def all(self) -> list[dict[str, Any]]:
+        """The new states, in the order of ranks."""
+        out = [
+            {
+                **self._states[0],
+                "rank": rank,
+                "world_size": self._new,
+                **{section: {} for section in self._sections},
+            }
+            for rank in range(self._new)
+        ]
+        for section, key, values in self:
+            for state, value in zip(out, values, strict=True):
+                state[section][key] = value
+        return out
 
     def __iter__(self) -> Iterator[Value]:
         """The values, in the order that they are saved in.
@@ -286,12 +302,9 @@ class Resharded:
         all_ranks = self._tensors(key, value)
         if rule in _SHARED:
             divisor = self._new if rule == "sum" else self._old
-            return [_sum(key, all_ranks, divisor)] * self._new
+            return [self._sums.of(key, all_ranks, divisor, self._room)] * self._new
         if rule == "any":
             return [_any(all_ranks)] * self._new
-        if rule not in _REFUSED:
-            allowed = ", ".join(map(repr, (*_SHARED, "any", *_REFUSED)))
-            raise ValueError(f"state {key!r} has the rule {rule!r}: expected one of {allowed}")
         for rank, x in enumerate(all_ranks):
             if bool(x.any()):
                 raise ValueError(f"state {key!r} of rank {rank} is not zero: {_REFUSED[rule]}")
@@ -345,13 +358,14 @@ class Resharded:
 
     def _check(self) -> None:
         """What all ranks have in common, but for the values."""
-        first, plain = self._states[0], set(self._states[0]) - set(self._sections) - {"rank"}
+        first = self._states[0]
+        plain = [name for name in first if name not in (*self._sections, "rank")]
         for name, state in zip(self._names, self._states, strict=True):
             if state.keys() != first.keys():
                 differ = sorted(map(str, state.keys() ^ first.keys()))
                 raise ValueError(f"{name} and {self._names[0]} do not both have {differ}")
             for entry in plain:
-                if state[entry] != first[entry]:
+                if not _equal(state[entry], first[entry]):
                     raise ValueError(
                         f"{name} has {entry} {state[entry]!r}: expected {first[entry]!r}, as "
                         f"{self._names[0]} has"
@@ -361,18 +375,44 @@ class Resharded:
         unknown = [key for key in self.rules if key not in first["state"]]
         if unknown:
             raise ValueError(f"{self._names[0]} has rules for what is not there: {unknown[:5]}")
+        for key, rule in self.rules.items():
+            if rule not in _RULES:
+                allowed = ", ".join(map(repr, _RULES))
+                raise ValueError(f"state {key!r} has the rule {rule!r}: expected one of {allowed}")
 
 
-def _sum(key: str, all_ranks: Iterator[torch.Tensor], divisor: int) -> torch.Tensor:
-    """The sum over ranks, divided: added up in FP64."""
-    first = next(all_ranks)
-    if not first.is_floating_point():
-        raise ValueError(f"state {key!r} has dtype {first.dtype}: expected a float")
-    dtype, total = first.dtype, first.to(torch.float64, copy=True)
-    del first  # It may be the only one who holds its memory.
-    for x in all_ranks:
-        total += x.to(total.device)
-    return total.div_(divisor).to(dtype)
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_PIECE = 2**18  # values; of what is added to FP64, torch makes copies in FP64
+
+
+class _Sums:
+    """Sums in FP64, in memory that is used again: what is freed in between comes to pieces."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float64)
+
+    def of(self, key: str, all_ranks: Iterator[torch.Tensor], divisor: int, room: Room) -> Any:
+        """The sum over ranks, divided.
+
+        Raises:
+            ValueError: if they are no floats.
+        """
+        first = next(all_ranks)
+        if not first.is_floating_point():
+            raise ValueError(f"state {key!r} has dtype {first.dtype}: expected a float")
+        if self._memory.numel() < first.numel():
+            self._memory = torch.empty(first.numel(), dtype=torch.float64)
+        out, total = room(first), self._memory[: first.numel()]
+        total.copy_(first.reshape(-1))
+        del first  # It may be the only one who holds its memory.
+        for x in all_ranks:
+            pieces = zip(total.split(_PIECE), x.reshape(-1).split(_PIECE), strict=True)
+            for into, piece in pieces:
+                into += piece.to(into.device)
+        return out.copy_(total.div_(divisor).reshape(out.shape))
 
 
 def _any(all_ranks: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -460,7 +500,7 @@ def _ranks(ranks: list[int]) -> str:
 def _equal(a: Any, b: Any) -> bool:
     """Whether two values are the same, bit for bit."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return type(a) is type(b) and bool(a == b)
+        return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_bytes(a), _bytes(b.to(a.device)))

@@ -43,13 +43,13 @@ def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there already, and not empty: nothing is overwritten")
-    anew = Resharded([_loaded(path) for path in paths], new_size, [str(path) for path in paths])
+    old, names = [_loaded(path) for path in paths], [str(path) for path in paths]
     target = folder.absolute()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as aside:
         spool, made = Path(aside, "spool"), Path(aside, "made")
         spool.mkdir()
         made.mkdir()
-        states = _spooled(anew, new_size, spool)
+        states = Resharded(old, new_size, names=names, room=_Spool(spool)).all()
         for rank, state in enumerate(states):
             with open(made / f"state_{rank}.pt", "wb") as file:
                 torch.save(state, file)
@@ -72,26 +72,28 @@ def _loaded(path: str | Path) -> Any:
         ) from error
 
 
-def _spooled(anew: Resharded, new_size: int, spool: Path) -> list[dict[str, Any]]:
-    """The new states; what is not in one of the old files is in files of its own, mapped."""
-    states = [anew.blank(rank) for rank in range(new_size)]
-    made = 0
-    for section, key, values in anew:
-        if section == "state" and key in anew.rules and values[0].numel():
-            made += 1
-            values = _on_disk(values, spool / str(made))
-        for state, value in zip(states, values, strict=True):
-            state[section][key] = value
-    return states
+class _Spool:
+    """Makes tensors that are files, mapped.
 
+    Args:
+        folder: where to put them.
+    """
 
-def _on_disk(values: list[torch.Tensor], path: Path) -> list[torch.Tensor]:
-    """The values of all new ranks; those that are one and the same in a file, mapped."""
-    first = values[0]
-    if any(value is not first for value in values):
-        return values  # As many ranks as before: each has that of an old file.
-    mapped = torch.from_file(str(path), shared=True, size=first.numel(), dtype=first.dtype)
-    return [mapped.copy_(first.reshape(-1)).reshape(first.shape)] * len(values)
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """One like `x`, to be filled."""
+        if not x.numel():
+            return torch.empty_like(x)
+        self._count += 1
+        path = self._folder / str(self._count)
+        if hasattr(os, "posix_fallocate"):
+            # A mapped file that the disk has no room for ends the process when it is written to.
+            with open(path, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, x.numel() * x.itemsize)
+        mapped = torch.from_file(str(path), shared=True, size=x.numel(), dtype=x.dtype)
+        return mapped.reshape(x.shape)
 
 
 def added(paths: Sequence[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:

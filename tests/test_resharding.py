@@ -331,6 +331,35 @@ def test_law_l2_holds_where_nodes_change(before, after):
     stepped(3, after, states)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (3, 1)), ((1, 3), (2, 2)), ((3, 1), (1, 2))]
+)
+def test_a_window_under_way_goes_on_where_nodes_change(before, after):
+    total, weighed = nothing(), 0.0
+
+    def micro_step(number, grid, states):
+        def rank(i):
+            inner, outer = gx.node_groups(grid[1])
+            tx = gx.chain(gx.accumulate(2), gx.allreduce(inner), gx.allreduce(outer))
+            state = tx.init(params()) if states is None else states[i]
+            return *tx.update(gradients(i, number, 3), state, weight=1.0 + i), tx
+
+        nonlocal weighed
+        ranks = run_ranks(math.prod(grid), rank)
+        for i in range(len(ranks)):
+            weighed += 1.0 + i
+            for key, x in gradients(i, number, 3).items():
+                total[key] += (1.0 + i) * x
+        return ranks
+
+    ranks = micro_step(0, before, None)
+    states = gx.reshard([state for _, state, _ in ranks], math.prod(after), tx=ranks[0][2])
+    for out, state, _ in micro_step(1, after, states):
+        assert state.ready
+        for key, x in total.items():
+            assert torch.allclose(out[key].double(), x / weighed, atol=1e-6), key
+
+
 def test_a_sum_over_nodes_is_refused():
     def rank(i):
         inner, outer = gx.node_groups(2)
@@ -500,7 +529,7 @@ REFUSED = [
     (
         lambda *abc: [changed(x, per_rank=dict.fromkeys(x["per_rank"], "half")) for x in abc],
         ValueError,
-        "has the rule 'half': expected one of 'mean', 'node mean', 'sum', 'any', 'window'",
+        "has the rule 'half': expected one of 'mean', 'node mean', 'sum', 'any', 'window', 'node",
     ),
     (
         lambda *abc: [changed(x, per_rank={"nowhere": "mean"}) for x in abc],

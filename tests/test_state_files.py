@@ -1,5 +1,6 @@
 """The per-rank files of a dead job, for another number of ranks."""
 
+import errno
 import os
 import re
 import weakref
@@ -161,6 +162,16 @@ def test_what_fails_while_it_is_written_leaves_nothing(files, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_an_error(files, tmp_path, monkeypatch):
+    def full(descriptor, offset, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        reshard_files(files, 2, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_cut_off_are_refused_by_name(files, tmp_path):
     whole = Path(files[1]).read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
@@ -230,7 +241,7 @@ def layers(count):
 
 @pytest.mark.parametrize("count", [1, 12])
 def test_one_leaf_is_in_memory_at_a_time(count, tmp_path):
-    """In FP64 and in FP32, however many there are."""
+    """In FP64, however many there are."""
     tx = gx.chain(gx.topk(0.2), gx.ef(), gx.allreduce())
     for rank, state in enumerate(
         run_ranks(3, lambda i: gx.Pipeline(tx, layers(count)).state_dict())
@@ -241,7 +252,7 @@ def test_one_leaf_is_in_memory_at_a_time(count, tmp_path):
         torch.save(state, tmp_path / f"{rank}.pt")
     with Memory() as memory:
         written = reshard_files(sorted(tmp_path.glob("*.pt")), 2, tmp_path / "out")
-    assert 80_000 <= memory.most <= 130_000
+    assert 80_000 <= memory.most <= 90_000
     for _, x in added(written):
         assert bool((x == 1).all())
 
