@@ -353,6 +353,7 @@ class Pipeline:
         state = self._engine.state
         return {
             **self._identity(),
+            **({"nodes": self._between.size} if self.tx.inners else {}),
             "per_rank": rules_of(self._run, state),
             "state": flatten_state(state),
             **({"masters": self._masters.state_dict()} if self._with_masters else {}),
@@ -370,7 +371,7 @@ class Pipeline:
         """Takes up the state that `state_dict` gave on the same rank.
 
         Args:
-            state_dict: from the same chain, parameters, rank and number of ranks.
+            state_dict: from the same chain, parameters, rank, and number of ranks and nodes.
 
         Raises:
             ValueError: naming what differs; the state is then as it was.
@@ -387,6 +388,12 @@ class Pipeline:
                 if name == "world_size":
                     text += "; gx.reshard makes states for another number of ranks"
                 raise ValueError(text)
+        nodes = state_dict.get("nodes", self._between.size)
+        if self.tx.inners and nodes != self._between.size:
+            raise ValueError(
+                f"this state_dict is of {nodes} nodes: expected {self._between.size}; gx.reshard "
+                "makes states for other nodes"
+            )
         restored = restore_state(self._engine.state, state_dict["state"])
         if self._with_masters:
             self._masters.load_state_dict(state_dict.get("masters"))

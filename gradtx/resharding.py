@@ -266,9 +266,11 @@ class Resharded:
 
     def all(self) -> list[dict[str, Any]]:
         """The new states, in the order of ranks."""
+        # What all ranks have in common does for any nodes.
+        plain = {name: value for name, value in self._states[0].items() if name != "nodes"}
         out = [
             {
-                **self._states[0],
+                **plain,
                 "rank": rank,
                 "world_size": self._new,
                 **{section: {} for section in self._sections},

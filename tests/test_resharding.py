@@ -360,6 +360,35 @@ def test_a_window_under_way_goes_on_where_nodes_change(before, after):
             assert torch.allclose(out[key].double(), x / weighed, atol=1e-6), key
 
 
+def test_a_pipeline_goes_on_where_nodes_change():
+    """A state of other nodes is refused: its ranks have residuals that differ within a new node."""
+
+    def job(local, states=None):
+        def rank(i):
+            inner, outer = gx.node_groups(local)
+            tx = gx.chain(gx.allreduce(inner), gx.topk(0.2), gx.ef(), gx.allreduce(outer))
+            torch.manual_seed(0)
+            net = torch.nn.Linear(8, 4)
+            pipe = gx.Pipeline(tx, net)
+            if states is not None:
+                pipe.load_state_dict(states[i])
+            generator = torch.Generator().manual_seed(i)
+            for parameter in net.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            pipe.sync()
+            return pipe.state_dict(), net.weight.grad.tolist()
+
+        return run_ranks(4, rank)
+
+    states = [state for state, _ in job(2)]
+    assert states[0]["nodes"] == 2
+    expected = "this state_dict is of 2 nodes: expected 1; gx.reshard makes states for other nodes"
+    with pytest.raises(ValueError, match=expected):
+        job(4, states)
+    first, *others = [found for _, found in job(4, gx.reshard(states, 4))]
+    assert all(other == first for other in others)
+
+
 def test_a_sum_over_nodes_is_refused():
     def rank(i):
         inner, outer = gx.node_groups(2)
