@@ -50,6 +50,7 @@ from gradtx.interop.dlpack import to_jax, to_torch
 from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
+from gradtx.resharding import reshard
 from gradtx.stale.server import ParameterServer, ServerUpdate
 from gradtx.stale.worker import PushReport, Worker
 from gradtx.transforms.accumulate import accumulate
@@ -127,6 +128,7 @@ __all__ = [
     "random_compressor",
     "random_k",
     "register_payload",
+    "reshard",
     "scale",
     "scale_by_schedule",
     "sign",

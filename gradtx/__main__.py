@@ -1,4 +1,4 @@
-"""``python -m gradtx``: the demo, what is measured, and the rules and chains explained."""
+"""``python -m gradtx``: demo, measurements, rules and chains explained, states resharded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=gradtx.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands.add_parser("explain", help="print the order rules, or explain a chain"))
-    from gradtx import demo
+    from gradtx import demo, state_files
     from gradtx.bench import collectives, compressors, convergence, sync
     from gradtx.plan import simulate
 
@@ -34,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     simulate.add_arguments(
         commands.add_parser("plan", help="predict what exchanges send on many ranks, and how fast")
+    )
+    state_files.add_arguments(
+        commands.add_parser("reshard", help="make states for another number of ranks of saved ones")
     )
     bench = commands.add_parser("bench", help="measure more, which takes longer")
     benches = bench.add_subparsers(dest="bench", required=True)
@@ -53,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         return compressors.main(options)
     if options.command == "plan":
         return simulate.main(options)
+    if options.command == "reshard":
+        return state_files.main(options)
     if options.command == "bench":
         mains = {"convergence": convergence.main, "sync": sync.main, "link": collectives.main}
         return mains[options.bench](options)

@@ -18,10 +18,17 @@ def identity(tx: Chain, group: Group) -> dict[str, Any]:
     """What a saved state is of: the format, the chain, the rank and how many there are."""
     return {
         "format": 1,
-        "chain": tx.context(None).code,
+        "chain": tx.shared_code,
         "rank": group.rank,
         "world_size": group.size,
+        **({"nodes": tx.groups[0].size} if tx.inners else {}),
     }
+
+
+_TO_BE_RESHARDED = {
+    "world_size": "; gx.reshard makes states for another number of ranks",
+    "nodes": "; gx.reshard makes states for other nodes",
+}
 
 
 def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], owner: str) -> None:
@@ -35,13 +42,15 @@ def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], owner: str
     Raises:
         ValueError: naming what is missing or differs.
     """
-    missing = sorted({*here, "state"} - saved.keys())
+    # Without nodes it is one that does for any.
+    missing = sorted({*here, "state"} - {"nodes"} - saved.keys())
     if missing:
         raise ValueError(f"this is no state_dict of {owner}: it lacks {missing}")
     for name in here:
-        if saved.get(name) != here[name]:
+        if saved.get(name, here[name]) != here[name]:
             raise ValueError(
                 f"this state_dict has {name} {saved.get(name)!r}: expected {here[name]!r}"
+                f"{_TO_BE_RESHARDED.get(name, '')}"
             )
 
 

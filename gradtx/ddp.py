@@ -30,6 +30,7 @@ from gradtx.exchange.group import find_group
 from gradtx.exchange.handshake import agree
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.pipeline import SyncReport, dense_bytes
+from gradtx.resharding import rules_of
 from gradtx.skips import Skips
 from gradtx.transforms.master_weights import STAGE as MASTER_WEIGHTS
 
@@ -394,7 +395,12 @@ class DDPHook:
         Returns:
             A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own.
         """
-        return {**identity(self.tx, self._group), "state": flatten_state(self._engine.state)}
+        state = self._engine.state
+        return {
+            **identity(self.tx, self._group),
+            "per_rank": rules_of(self.tx, state),
+            "state": flatten_state(state),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes up the state that `state_dict` gave on the same rank.

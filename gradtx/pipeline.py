@@ -40,6 +40,7 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.grouped import Grouped, Trial, partition, reason_against
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
+from gradtx.resharding import rules_of
 from gradtx.skips import Skips
 from gradtx.transforms.accumulate import check_weight
 from gradtx.transforms.master_weights import STAGE as MASTER_WEIGHTS
@@ -401,11 +402,14 @@ class Pipeline:
         """This rank's state: plain tensors and numbers, the tensors keyed by parameter path.
 
         Returns:
-            A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own.
+            A dict that ``torch.load(weights_only=True)`` can load. Every rank has its own; for
+            another number of ranks `reshard` makes others of those of all ranks.
         """
+        state = self._engine.state
         return {
             **identity(self.tx, self._group),
-            "state": flatten_state(self._engine.state),
+            "per_rank": rules_of(self._run, state),
+            "state": flatten_state(state),
             **({"masters": self._masters.state_dict()} if self._with_masters else {}),
         }
 
@@ -413,7 +417,7 @@ class Pipeline:
         """Takes up the state that `state_dict` gave on the same rank.
 
         Args:
-            state_dict: from the same chain, parameters, rank and number of ranks.
+            state_dict: from the same chain, parameters, rank, and number of ranks and nodes.
 
         Raises:
             ValueError: naming what differs; the state is then as it was.

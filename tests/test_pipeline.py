@@ -1116,6 +1116,7 @@ def test_a_state_dict_is_keyed_by_parameter_path():
 def test_a_state_dict_holds_tensors_and_numbers_only():
     state = Rank(0).pipe.state_dict()
     assert {type(value) for value in state.pop("state").values()} == {torch.Tensor}
+    assert {type(value) for value in state.pop("per_rank").values()} == {str}
     assert {type(value) for value in state.values()} == {int, str}
 
 

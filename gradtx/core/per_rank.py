@@ -4,6 +4,9 @@ A state says so by its property ``per_rank``, the names of those fields; each is
 parameters, or an array with an axis. Where all ranks are devices of one program, such a leaf is
 laid out over all of them along its first axis, and so needs one: a leaf of shape ``[]`` is kept as
 ``[1]``.
+
+When the number of ranks changes, fields called ``residual`` and ``velocity`` are shared out so that
+what they add to the result is conserved: see `gradtx.reshard`.
 """
 
 from __future__ import annotations
