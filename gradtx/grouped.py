@@ -24,7 +24,7 @@ from gradtx.core.transformation import Exchange, Transformation
 from gradtx.core.tree import Info, PyTree, arrays_in, flatten, unflatten, widen
 from gradtx.engine import Outcome, over_siblings, window_state
 
-_GROUPS = 12
+_GROUPS = 24
 _LEAST = 1 << 20  # bytes of a group in FP32: for less, a round of messages of its own is too much
 
 Extra = dict[str, Any]
@@ -73,6 +73,7 @@ class Grouped:
     Args:
         tx: a chain with an exchange, that `reason_against` has nothing against.
         params: the parameters, a tree of tensors.
+        order: the positions of the leaves, in the order in which the forward pass uses them.
         info: what is known of them, by path, or None.
         state: of the chain, to begin with.
         known: gives the extra arguments of `update`, as they are known before the backward pass.
@@ -84,6 +85,7 @@ class Grouped:
         self,
         tx: Chain,
         params: PyTree,
+        order: Sequence[int],
         info: Info | None,
         state: ChainState,
         known: Callable[[], Extra],
@@ -99,7 +101,7 @@ class Grouped:
         self._widens = widens or exchange + 1 < len(tx.transformations)
         self._groups = [
             Group(places, self._front.init(self._tree(self._leaves, places), info))
-            for places in partition(self._leaves)
+            for places in partition(self._leaves, order)
         ]
         self._levels: Levels = []
         self._background = Background()
@@ -381,9 +383,14 @@ def _both(one: Any, other: Any) -> Any:
     return one | other if one.dtype == torch.bool else torch.minimum(one, other)
 
 
-def partition(leaves: Sequence[Any]) -> list[list[int]]:
-    """The positions of leaves that go together, the last leaves first: their gradients are too."""
-    sizes = {i: 4 * leaf.numel() for i, leaf in enumerate(leaves) if leaf is not None}
+def partition(leaves: Sequence[Any], order: Sequence[int]) -> list[list[int]]:
+    """The positions of leaves that go together, the last leaves first: their gradients are too.
+
+    Args:
+        leaves: tensors, or None.
+        order: their positions, in the order in which the forward pass uses them, about.
+    """
+    sizes = {i: 4 * leaves[i].numel() for i in order if leaves[i] is not None}
     least = max(_LEAST, sum(sizes.values()) // _GROUPS)
     groups: list[list[int]] = [[]]
     filled = 0

@@ -155,7 +155,14 @@ class Pipeline:
             known, widens = self._known_scale, self._with_masters
             trial = Trial("asked for" if overlap == "always" else "")
             self._engine = Grouped(
-                self._run, self._tree, self._info, state, known, trial, widens=widens
+                self._run,
+                self._tree,
+                self._order,
+                self._info,
+                state,
+                known,
+                trial,
+                widens=widens,
             )
         else:
             engine = Overlapped if self.tx.delay else Direct
@@ -187,13 +194,21 @@ class Pipeline:
                 "they are multiplied by; give the GradScaler, Pipeline(tx, model, scaler=scaler)"
             )
 
+    @property
+    def _order(self) -> list[int]:
+        """The positions of the parameters, as the module has registered them."""
+        if self._module is None:
+            return list(range(len(self._paths)))
+        where = {path: i for i, path in enumerate(self._paths)}
+        return [where[path] for path in self._tree]
+
     def _reason_off(self, overlap: bool | str) -> str:
         """Why there is no overlap; empty if there is."""
         if not overlap:
             return "not asked for"
         if self._between.size == 1:
             return "there is one rank"
-        if len(partition(flatten(self._tree)[0])) == 1:
+        if len(partition(flatten(self._tree)[0], self._order)) == 1:
             return "there is too little to send for more than one group"
         return ""
 

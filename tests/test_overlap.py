@@ -214,6 +214,31 @@ def test_all_groups_are_on_their_way_when_the_backward_pass_ends():
         assert held < groups
 
 
+def in_order(rank):
+    """Of twelve layers, whose paths are not in the order of their numbers when sorted."""
+    grouped._LEAST = 1000
+    net = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(12)))
+    pipe = gx.Pipeline(gx.chain(gx.allreduce()), net, overlap=True)
+    engine, seen = pipe._engine, []
+    for number, layer in enumerate(net):
+        # This hook runs after that of the engine: it came later.
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _, n=number: seen.append((n, len(engine._jobs)))
+        )
+    net(torch.ones(4, 20)).sum().backward()
+    pipe.sync()
+    return seen
+
+
+def test_the_first_groups_go_out_while_the_backward_pass_is_at_its_beginning():
+    for seen in gloo_ranks(2, in_order):
+        assert [number for number, _ in seen] == list(reversed(range(12)))
+        jobs = [count for _, count in seen]
+        assert jobs == sorted(jobs)
+        assert jobs[3] >= 1
+        assert jobs[6] >= 3
+
+
 def twice(rank):
     net, pipe = setup("dense")
     backward(net)
@@ -373,10 +398,11 @@ def test_the_loss_scale_has_to_be_known_before():
 
 def test_groups_are_of_like_size_the_last_leaves_first():
     leaves = [torch.empty(n) for n in (10, 400_000, 300_000, 20)]
-    assert partition([*leaves, None]) == [[3, 2], [1], [0]]
-    assert partition(leaves[:1]) == [[0]]
+    assert partition([*leaves, None], range(5)) == [[3, 2], [1], [0]]
+    assert partition(leaves, [1, 3, 0, 2]) == [[2], [0, 3, 1]]
+    assert partition(leaves[:1], [0]) == [[0]]
     many = [torch.empty(1 << 20) for _ in range(48)]
-    groups = partition(many)
+    groups = partition(many, range(48))
     assert [len(group) for group in groups] == [4] * 12
     assert [i for group in groups for i in group] == list(reversed(range(48)))
 
