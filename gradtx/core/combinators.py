@@ -6,16 +6,25 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
+from gradtx.core.payload import (
+    Joined,
+    Member,
+    Parts,
+    Payload,
+    decode_leaves,
+    with_dense_values,
+)
 from gradtx.core.phases import in_phase
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
+    EncodeFn,
     Settlement,
     Transformation,
     finite_flag,
@@ -288,7 +297,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             error_feedback,
             "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
         )
-    leafwise = all(part.encode_leaf is not None for part in parts)
+    encoders = [encode for part in parts for encode in part.encoders]
+    leafwise = all(part.encoders for part in parts)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
         residual = map_leaves(zero_residual, params)
@@ -312,12 +322,11 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         if leafwise and not backends.find(leaves).TRACES:
             there = [None if skip else x for x, skip in zip(residuals, absent, strict=True)]
             sent, left = _joined(parts, leaves, there, context)
-            # The others each from end to end while it is in the cache.
-            for i, skip in enumerate(absent):
-                if sent[i] is None and leaves[i] is not None:
-                    leaf = corrected(i)
-                    sent[i] = _encoded(parts, leaf)
-                    left[i] = None if skip else _remainder(leaf, sent[i])
+            rest = [i for i, leaf in enumerate(leaves) if sent[i] is None and leaf is not None]
+            there = [not absent[i] for i in rest]
+            found = _leaf_by_leaf(encoders, [partial(corrected, i) for i in rest], there)
+            for i, payload, remainder in zip(rest, *found, strict=True):
+                sent[i], left[i] = payload, remainder
         else:
             carried = [corrected(i) for i in range(len(leaves))]
             payloads, inner_states = run(
@@ -494,12 +503,31 @@ def _joined(
     return sent, left
 
 
-def _encoded(parts: Sequence[Transformation], leaf: Any) -> Payload:
-    """What compressors that treat each leaf alone make of one."""
-    for part in parts:
-        leaf = part.encode_leaf(leaf)
-    payload: Payload = leaf
-    return payload
+def _leaf_by_leaf(
+    encoders: Sequence[EncodeFn], leaves: Sequence[Callable[[], Array]], there: Sequence[bool]
+) -> tuple[list[Payload], list[Any]]:
+    """What is sent and what is left out of leaves, each made and compressed while in the cache.
+
+    Args:
+        encoders: of compressors that treat each leaf alone; the first chooses values, which the
+            others encode, of all leaves together.
+        leaves: make them.
+        there: whether something is left out of each of them; they are then written to.
+    """
+    first, *others = encoders
+    sent: list[Payload] = []
+    left: list[Any] = []
+    for make, own in zip(leaves, there, strict=True):
+        leaf = make()
+        [payload] = first([leaf])
+        sent.append(payload)
+        left.append(None if not own else leaf if others else _remainder(leaf, payload))
+    for encode in others:
+        sent = encode(sent)
+    if others:
+        pairs = zip(left, with_dense_values(sent), strict=True)
+        left = [None if leaf is None else _remainder(leaf, payload) for leaf, payload in pairs]
+    return sent, left
 
 
 def _remainder(corrected: Array, sent: Any) -> Array:

@@ -32,6 +32,7 @@ InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
 SettleFn = Callable[[Any, Any, "Settlement"], Any]
 ConcludeFn = Callable[[Any, Array], Any]
+EncodeFn = Callable[[Sequence[Any]], "list[Payload]"]
 
 
 class EmptyState(NamedTuple):
@@ -187,8 +188,8 @@ class Transformation:
         conclude: ``conclude(state, taken) -> state``, called once the gate to the right has
             decided, with the 0-d bool of all ranks that says whether the step is taken.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
-        encode_leaf: ``encode_leaf(leaf) -> payload``: of a compressor that keeps no state and
-            treats each leaf alone, all that `update` does.
+        encoders: of a compressor that keeps no state and treats each leaf alone, all that `update`
+            does: functions ``encode(leaves) -> payloads``, one after the other.
         encode_joined: ``encode_joined(flat, sizes) -> payload``: the same for many leaves, one
             after the other, as one payload.
     """
@@ -206,11 +207,11 @@ class Transformation:
         settle: SettleFn | None = None,
         conclude: ConcludeFn | None = None,
         code: Callable[[bool], str] | None = None,
-        encode_leaf: Callable[[Any], Payload] | None = None,
+        encoders: tuple[EncodeFn, ...] = (),
         encode_joined: Callable[..., Payload] | None = None,
     ) -> None:
         self.stage = stage
-        self.encode_leaf: Any = encode_leaf
+        self.encoders = encoders
         self.encode_joined: Any = encode_joined
         self.stages = (stage,) if stages is None else stages
         self.parts = parts

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from gradtx.core.errors import RankMismatchError
+from gradtx.core.payload import with_dense_values
 from gradtx.core.phases import in_phase
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
@@ -140,7 +141,8 @@ def _add_up(
 ) -> None:
     """Adds the messages of some ranks to the sums, leaf by leaf: what is added to stays cached."""
     absent = [outgoing.absent_in(header) for header, _, _ in received]
-    found = zip(*(packing.decode(segments) for _, packing, segments in received), strict=True)
+    sent = [with_dense_values(packing.decode(segments)) for _, packing, segments in received]
+    found = zip(*sent, strict=True)
     for [place, *_], payloads in zip(outgoing.places, found, strict=True):
         if sparse is None or not sparse.add(payloads, place, absent):
             for payload, gone in zip(payloads, absent, strict=True):
