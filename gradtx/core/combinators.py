@@ -323,8 +323,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             there = [None if skip else x for x, skip in zip(residuals, absent, strict=True)]
             sent, left = _joined(parts, leaves, there, context)
             rest = [i for i, leaf in enumerate(leaves) if sent[i] is None and leaf is not None]
-            there = [not absent[i] for i in rest]
-            found = _leaf_by_leaf(encoders, [partial(corrected, i) for i in rest], there)
+            own = [not absent[i] for i in rest]
+            found = _leaf_by_leaf(encoders, [partial(corrected, i) for i in rest], own)
             for i, payload, remainder in zip(rest, *found, strict=True):
                 sent[i], left[i] = payload, remainder
         else:
@@ -504,7 +504,7 @@ def _joined(
 
 
 def _leaf_by_leaf(
-    encoders: Sequence[EncodeFn], leaves: Sequence[Callable[[], Array]], there: Sequence[bool]
+    encoders: Sequence[EncodeFn], leaves: Sequence[Callable[[], Any]], there: Sequence[bool]
 ) -> tuple[list[Payload], list[Any]]:
     """What is sent and what is left out of leaves, each made and compressed while in the cache.
 

@@ -321,7 +321,7 @@ class Allreduce(Exchange):
 
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
-        sparse = SparseSums(outgoing, context)
+        sparse = SparseSums(outgoing, context, divisor_of(group.size, self._op))
         totals, flags = exchange(group, outgoing, header, message, buffers, shots, sharded, sparse)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
@@ -333,7 +333,7 @@ class Allreduce(Exchange):
             finite_everywhere &= not (flags.left_out and flags.weight == 0)
         factor = context.progress.factor
         results = results_of(outgoing, totals, summed, group.size, self._op, factor)
-        results |= sparse.results(divisor_of(group.size, self._op), factor)
+        results |= sparse.results(factor)
         kept = outgoing.parts_of(sharded.left_out)
         if factor is not None:
             kept = {i: flat * factor for i, flat in kept.items()}

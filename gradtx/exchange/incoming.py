@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from gradtx.core.errors import RankMismatchError
-from gradtx.core.payload import with_dense_values
+from gradtx.core.payload import Payload, with_dense_values
 from gradtx.core.phases import in_phase
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
-from gradtx.exchange.message import Packing
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
 from gradtx.exchange.root import Root
@@ -117,34 +116,40 @@ def _added(
 ) -> tuple[list[Header], dict[int, torch.Tensor]]:
     """The headers of all ranks; and the sums of their payloads, none if a rank has failed."""
     found = []
-    for data, counts in received:
+    for rank, (data, counts) in enumerate(received):
         packing = outgoing.packing_of(counts)
         other, segments = decode_message(
             data, outgoing.sizes.leaves, packing.sizes, header.fingerprint
         )
-        found.append((other, packing, segments))
-    headers = [other for other, _, _ in found]
+        own = outgoing.packing.payloads if rank == group.rank else []
+        # Of what is sparse nothing is written to: its own a rank need not read.
+        keep = own and all(payload.entries() is not None for payload in own)
+        found.append((other, partial(list, own) if keep else partial(packing.decode, segments)))
+    headers = [other for other, _ in found]
     totals: dict[int, torch.Tensor] = {}
     if any(other.error for other in headers):
         return headers, totals
     check_steps(header, headers, group.rank)
     for first in range(0, len(found), _AT_ONCE):
-        _add_up(found[first : first + _AT_ONCE], outgoing, totals, sparse)
+        some = found[first : first + _AT_ONCE]
+        _add_up(some, outgoing, totals, sparse, last=first + _AT_ONCE >= len(found))
     return headers, totals
 
 
 def _add_up(
-    received: Sequence[tuple[Header, Packing, list[torch.Tensor]]],
+    received: Sequence[tuple[Header, Callable[[], list[Payload]]]],
     outgoing: Outgoing,
     totals: dict[int, torch.Tensor],
     sparse: SparseSums | None,
+    *,
+    last: bool,
 ) -> None:
     """Adds the messages of some ranks to the sums, leaf by leaf: what is added to stays cached."""
-    absent = [outgoing.absent_in(header) for header, _, _ in received]
-    sent = [with_dense_values(packing.decode(segments)) for _, packing, segments in received]
+    absent = [outgoing.absent_in(header) for header, _ in received]
+    sent = [with_dense_values(read()) for _, read in received]
     found = zip(*sent, strict=True)
     for [place, *_], payloads in zip(outgoing.places, found, strict=True):
-        if sparse is None or not sparse.add(payloads, place, absent):
+        if sparse is None or not sparse.add(payloads, place, absent, last=last):
             for payload, gone in zip(payloads, absent, strict=True):
                 add_payload(totals, payload, outgoing, place, gone.__contains__)
 
