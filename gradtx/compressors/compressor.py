@@ -32,6 +32,7 @@ def compressor(
     *,
     encode_all: tuple[EncodeAll, ...] = (),
     encode_joined: Callable[..., Payload] | None = None,
+    shows: bool = False,
 ) -> Transformation:
     """A stateless compressor, leaf by leaf.
 
@@ -44,6 +45,7 @@ def compressor(
             values that are left.
         encode_joined: ``encode_joined(flat, sizes) -> Payload``: the same for leaves of some sizes
             that stand one after the other, all at once, if that can be.
+        shows: whether an infinity or a NaN is always among the values of the payload.
 
     Returns:
         The transformation. A payload that arrives has its float child compressed.
@@ -72,7 +74,9 @@ def compressor(
             leaves[i] = payload
         return unflatten(treespec, leaves), state
 
-    return Transformation(stage, None, update, encoders=encoders, encode_joined=encode_joined)
+    return Transformation(
+        stage, None, update, encoders=encoders, encode_joined=encode_joined, shows=shows
+    )
 
 
 class RandomState(NamedTuple):

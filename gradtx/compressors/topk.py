@@ -159,9 +159,9 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
 
     if scope == "leaf":
         if values == "float32":
-            return compressor(stage, encode, encode_joined=encode_joined)
+            return compressor(stage, encode, encode_joined=encode_joined, shows=True)
         in_bits = partial(encode_casts, dtype=values)
-        return compressor(stage, encode, encode_all=(each(select), in_bits))
+        return compressor(stage, encode, encode_all=(each(select), in_bits), shows=True)
 
     @in_phase("select")
     def update(

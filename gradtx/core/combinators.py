@@ -17,6 +17,7 @@ from gradtx.core.payload import (
     Parts,
     Payload,
     decode_leaves,
+    values_of,
     with_dense_values,
 )
 from gradtx.core.phases import in_phase
@@ -25,6 +26,7 @@ from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
     EncodeFn,
+    Progress,
     Settlement,
     Transformation,
     finite_flag,
@@ -187,6 +189,8 @@ def run(
     new: list[Any] = []
     for part, state in zip(parts, states, strict=True):
         updates, state = part.step(updates, state, params, **extra)
+        if (context := extra.get("context")) is not None and context.progress.shown:
+            extra = {**extra, "finite": _still_finite(extra.get("finite"), context.progress)}
         if part.stage.kind is Kind.EXCHANGE:
             new = settled(parts[: len(new)], states, new, Settlement.of(extra["context"]))
         if isinstance(part, Gate):
@@ -195,6 +199,13 @@ def run(
             new = [_concluded(left, own, decided, taken) for left, own in before]
         new.append(state)
     return updates, tuple(new)
+
+
+def _still_finite(finite: Array | None, progress: Progress) -> Array:
+    """The flag ``finite``, once a part has shown what it has read; see `Transformation.tells`."""
+    shown, progress.shown = progress.shown, []
+    found: Array = backends.of(shown[0]).all_finite(shown)
+    return found if finite is None else found & finite
 
 
 def _concluded(part: Transformation, state: Any, decided: Any, taken: Array) -> Any:
@@ -322,11 +333,14 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         if leafwise and not backends.find(leaves).TRACES:
             there = [None if skip else x for x, skip in zip(residuals, absent, strict=True)]
             sent, left = _joined(parts, leaves, there, context)
+            shown = [values_of(x) for x in sent if isinstance(x, Joined)]
             rest = [i for i, leaf in enumerate(leaves) if sent[i] is None and leaf is not None]
             own = [not absent[i] for i in rest]
-            found = _leaf_by_leaf(encoders, [partial(corrected, i) for i in rest], own)
+            first, *found = _leaf_by_leaf(encoders, [partial(corrected, i) for i in rest], own)
             for i, payload, remainder in zip(rest, *found, strict=True):
                 sent[i], left[i] = payload, remainder
+            if context is not None and parts[0].shows:
+                context.progress.shown += [*shown, *map(values_of, first)]
         else:
             carried = [corrected(i) for i in range(len(leaves))]
             payloads, inner_states = run(
@@ -350,6 +364,10 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         inner_states = settled(parts, before.inner_states, state.inner_states, settlement)
         return ErrorFeedbackState(residual, tuple(inner_states))
 
+    def tells(leaves: Sequence[Any], state: ErrorFeedbackState) -> list[bool]:
+        told = leafwise and parts[0].shows and not backends.find(leaves).TRACES
+        return [told and backends.is_array(leaf) for leaf in leaves]
+
     return Transformation(
         stage,
         init,
@@ -358,6 +376,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         parts=parts,
         settle=settle,
         code=call("error_feedback", parts),
+        tells=tells,
     )
 
 
@@ -505,14 +524,17 @@ def _joined(
 
 def _leaf_by_leaf(
     encoders: Sequence[EncodeFn], leaves: Sequence[Callable[[], Any]], there: Sequence[bool]
-) -> tuple[list[Payload], list[Any]]:
-    """What is sent and what is left out of leaves, each made and compressed while in the cache.
+) -> tuple[list[Payload], list[Payload], list[Any]]:
+    """Compresses leaves, each made and the first time compressed while it is in the cache.
 
     Args:
         encoders: of compressors that treat each leaf alone; the first chooses values, which the
             others encode, of all leaves together.
         leaves: make them.
         there: whether something is left out of each of them; they are then written to.
+
+    Returns:
+        What the first encoder makes of them, what is sent, and what is left out.
     """
     first, *others = encoders
     sent: list[Payload] = []
@@ -522,12 +544,13 @@ def _leaf_by_leaf(
         [payload] = first([leaf])
         sent.append(payload)
         left.append(None if not own else leaf if others else _remainder(leaf, payload))
+    chosen = sent
     for encode in others:
         sent = encode(sent)
     if others:
         pairs = zip(left, with_dense_values(sent), strict=True)
         left = [None if leaf is None else _remainder(leaf, payload) for leaf, payload in pairs]
-    return sent, left
+    return chosen, sent, left
 
 
 def _remainder(corrected: Array, sent: Any) -> Array:
@@ -680,6 +703,11 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         own = settlement.only(state.mask.selected)
         return MaskedState(state.mask, part.settle(before.inner_state, state.inner_state, own))
 
+    def tells(leaves: Sequence[Any], state: MaskedState) -> list[bool]:
+        keep = state.mask.selected
+        told = part.tells(_only(leaves, keep), state.inner_state)
+        return [own and yes for own, yes in zip(keep, told, strict=True)]
+
     argument = Argument("predicate", predicate)
     stage = replace(part.stage, name="masked", arguments=(argument,))
     return Transformation(
@@ -690,6 +718,7 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         parts=(part,),
         settle=settle,
         code=call("masked", (part,), repr(predicate)),
+        tells=tells,
     )
 
 
@@ -773,10 +802,14 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
     def update(
         updates: PyTree, state: ApplyIfFiniteState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ApplyIfFiniteState]:
-        arrived = arrays_in(updates)
-        ops = backends.find(arrived)
-        finite = ops.all_finite(arrived) & finite_flag(extra, ops)
-        if (context := extra.get("context")) is not None:
+        leaves = flatten(updates)[0]
+        ops = backends.find(arrays_in(leaves))
+        context: Context | None = extra.get("context")
+        if context is not None and exchanges and parts[0].stage.kind is not Kind.EXCHANGE:
+            told = parts[0].tells(leaves, state.inner_states[0])
+            leaves = [None if yes else leaf for leaf, yes in zip(leaves, told, strict=True)]
+        finite = ops.all_finite(arrays_in(leaves)) & finite_flag(extra, ops)
+        if context is not None:
             finite = finite & context.progress.finite  # What an exchange to the left has heard.
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
         if exchanges:

@@ -32,6 +32,7 @@ InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
 SettleFn = Callable[[Any, Any, "Settlement"], Any]
 ConcludeFn = Callable[[Any, Array], Any]
+TellsFn = Callable[[Sequence[Any], Any], Sequence[bool]]
 EncodeFn = Callable[[Sequence[Any]], "list[Payload]"]
 
 
@@ -49,6 +50,7 @@ class Progress:
     """How far a step has come; an exchange writes here.
 
     Attributes:
+        shown: values that are not all finite if what a part has read was not; see `tells`.
         sent: this rank has begun to talk to the others.
         finite: the gradients of all ranks were finite as they arrived, as far as known.
         absent: for each leaf, whether no rank has a gradient for it, as far as known.
@@ -62,6 +64,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
+        self.shown: list[Array] = []
         self.sent = False
         self.finite: Any = True
         self.absent: tuple[bool, ...] = ()
@@ -192,6 +195,10 @@ class Transformation:
             does: functions ``encode(leaves) -> payloads``, one after the other.
         encode_joined: ``encode_joined(flat, sizes) -> payload``: the same for many leaves, one
             after the other, as one payload.
+        shows: of a compressor with encoders: an infinity or a NaN of a leaf is among the values of
+            the payload that the first of them makes.
+        tells: ``tells(leaves, state) -> bools``: of which leaves `update` adds such values to
+            `Progress.shown`, so that the leaves need not be judged.
     """
 
     _needs_chain = False
@@ -209,10 +216,14 @@ class Transformation:
         code: Callable[[bool], str] | None = None,
         encoders: tuple[EncodeFn, ...] = (),
         encode_joined: Callable[..., Payload] | None = None,
+        shows: bool = False,
+        tells: TellsFn | None = None,
     ) -> None:
         self.stage = stage
         self.encoders = encoders
         self.encode_joined: Any = encode_joined
+        self.shows = shows
+        self.tells: TellsFn = tells or (lambda leaves, state: [False] * len(leaves))
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
         self.settle: SettleFn = settle or (lambda before, state, settlement: state)
