@@ -184,6 +184,10 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
 def _chosen(flat: Array, sizes: Sequence[int], ratio: float) -> Array:
     """The positions of what is sent of leaves that stand one after the other, ascending."""
     ops = backends.of(flat)
+    if len(set(sizes)) == 1:
+        size = sizes[0]
+        chosen = ops.top_k(ops.reshape(flat, (len(sizes), size)), count(ratio, size))
+        return ops.ravel(chosen + size * ops.ravel(ops.positions([0], len(sizes), flat))[:, None])
     starts: dict[int, list[int]] = {}
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         starts.setdefault(size, []).append(end - size)

@@ -44,7 +44,9 @@ from gradtx.core.tree import (
     Layout,
     PyTree,
     accumulation_dtype,
+    all_tensors,
     arrays_in,
+    expecting,
     flatten,
     flatten_with_paths,
     layout_of,
@@ -207,7 +209,8 @@ class Chain(Transformation):
             )
         unknown = {part.schedule: count for part, count in found}
         take = partial(self._taken, updates, state, params, extra)
-        return _branched(take, list(unknown.items()), {})
+        with expecting(getattr(state, "layout", _NOTHING)):
+            return _branched(take, list(unknown.items()), {})
 
     @property
     def delay(self) -> int:
@@ -264,7 +267,7 @@ class Chain(Transformation):
     def context(self, state: Any) -> Context:
         """What is known of a step before it begins."""
         return Context(
-            getattr(state, "layout", Layout((), None)),
+            getattr(state, "layout", _NOTHING),
             self.shared_code,
             alone=self.exchange is None,
             windowed=self._windowed,
@@ -435,7 +438,12 @@ def find_exchange(
     return None
 
 
+_NOTHING = Layout((), None)
+
+
 def _detached(leaves: Sequence[Any]) -> list[Any]:
+    if all_tensors(leaves):
+        return [x.detach() if x.requires_grad else x for x in leaves]
     return [backends.of(x).detach(x) if backends.is_array(x) else x for x in leaves]
 
 
@@ -474,6 +482,10 @@ def _in_structure_of(updates: PyTree, leaves: list[Any], layout: Layout) -> PyTr
     order: Sequence[int] = range(len(leaves))
     if treespec != layout.treespec:
         order = [layout.positions[path] for path in flatten_with_paths(updates)[0]]
+    if all_tensors(given) and treespec == layout.treespec and all_tensors(leaves):
+        kinds = [x.dtype for x in given]
+        if kinds == [x.dtype for x in leaves]:
+            return unflatten(treespec, leaves)
     out = []
     for like, i in zip(given, order, strict=True):
         leaf, spec = leaves[i], layout.leaves[i]

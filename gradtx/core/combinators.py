@@ -47,6 +47,7 @@ from gradtx.core.tree import (
     reorder,
     unflatten,
     widen,
+    widen_all,
 )
 
 
@@ -320,7 +321,9 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         updates: PyTree, state: ErrorFeedbackState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ErrorFeedbackState]:
         leaves, treespec = flatten(updates)
-        residuals = leaves_like(state.residual, updates)
+        residuals, own = flatten(state.residual)
+        if own != treespec:
+            residuals = leaves_like(state.residual, updates)
         context: Context | None = extra.get("context")
         absent = absent_here(leaves, context)
         inner_states = state.inner_states
@@ -335,8 +338,9 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             sent, left = _joined(parts, leaves, there, context)
             shown = [values_of(x) for x in sent if isinstance(x, Joined)]
             rest = [i for i, leaf in enumerate(leaves) if sent[i] is None and leaf is not None]
-            own = [not absent[i] for i in rest]
-            first, *found = _leaf_by_leaf(encoders, [partial(corrected, i) for i in rest], own)
+            present = [not absent[i] for i in rest]
+            makes = [partial(corrected, i) for i in rest]
+            first, *found = _leaf_by_leaf(encoders, makes, present)
             for i, payload, remainder in zip(rest, *found, strict=True):
                 sent[i], left[i] = payload, remainder
             if context is not None and parts[0].shows:
@@ -350,10 +354,10 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             there = [None if skip else x for x, skip in zip(carried, absent, strict=True)]
             left = remainders(there, sent, arrays_in(inner_states))
         payloads = unflatten(treespec, sent)
-        residual = arranged_like(
-            unflatten(treespec, kept_residuals(residuals, left, leaves, sent, absent, context)),
-            state.residual,
-        )
+        kept = kept_residuals(residuals, left, leaves, sent, absent, context)
+        residual = unflatten(treespec, kept)
+        if own != treespec:
+            residual = arranged_like(residual, state.residual)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
     @in_phase("feedback")
@@ -366,7 +370,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
 
     def tells(leaves: Sequence[Any], state: ErrorFeedbackState) -> list[bool]:
         told = leafwise and parts[0].shows and not backends.find(leaves).TRACES
-        return [told and backends.is_array(leaf) for leaf in leaves]
+        return [told and leaf is not None and not isinstance(leaf, Payload) for leaf in leaves]
 
     return Transformation(
         stage,
@@ -437,8 +441,9 @@ def zero_residual(leaf: Array) -> Array:
 
 def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
     """For each leaf, whether this rank has no gradient for it."""
-    absent = context.absent if context and context.absent else (False,) * len(leaves)
-    return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
+    if context is None or not context.absent:
+        return [leaf is None for leaf in leaves]
+    return [leaf is None or skip for leaf, skip in zip(leaves, context.absent, strict=True)]
 
 
 def added(leaf: Array, residual: Array, context: Context | None) -> Array:
@@ -476,7 +481,7 @@ def remainders(corrected: Sequence[Any], sent: Sequence[Any], kept: Sequence[Any
     return out
 
 
-_SMALL, _MANY = 4096, 16  # values of a leaf; leaves
+_MANY = 16  # leaves
 
 
 def _joined(
@@ -500,24 +505,21 @@ def _joined(
     left: list[Any] = [None] * len(leaves)
     if context is None or not context.joins or len(parts) > 1 or parts[0].encode_joined is None:
         return sent, left
-    specs = context.layout.leaves
-    places = [
-        i
-        for i in context.layout.by_path
-        if leaves[i] is not None and 0 < specs[i].size <= _SMALL and specs[i].dtype != "float64"
-    ]
-    if len(places) < _MANY:
+    members = context.layout.small
+    if not all(leaves[i] is not None for i, _ in members.leaves):
+        members = Parts(tuple(part for part in members.leaves if leaves[part[0]] is not None))
+    if len(members.leaves) < _MANY:
         return sent, left
+    places, shapes = zip(*members.leaves, strict=True)
     ops = backends.of(leaves[places[0]])
     kept = [ops.zeros_like(leaves[i]) if residuals[i] is None else residuals[i] for i in places]
-    corrected = ops.concat([ops.ravel(widen(leaves[i])) for i in places])
-    corrected = corrected + weighed(ops.concat(list(map(ops.ravel, kept))), context)
-    payload = parts[0].encode_joined(corrected, [specs[i].size for i in places])
-    shapes = [specs[i].shape or () for i in places]
+    corrected = ops.joined(widen_all([leaves[i] for i in places]))
+    corrected = corrected + weighed(ops.joined(kept), context)
+    payload = parts[0].encode_joined(corrected, [context.layout.sizes[i] for i in places])
     found = ops.split(payload.subtracted_from(corrected), shapes)
+    member = {shape: Member(shape, payload.dtype) for shape in set(shapes)}
     for i, shape, values in zip(places, shapes, found, strict=True):
-        sent[i], left[i] = Member(shape, payload.dtype), values
-    members = Parts(tuple(zip(places, shapes, strict=True)))
+        sent[i], left[i] = member[shape], values
     sent[places[0]] = Joined(payload, members, payload.shape, payload.dtype)
     return sent, left
 
@@ -807,7 +809,7 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
         context: Context | None = extra.get("context")
         if context is not None and exchanges and parts[0].stage.kind is not Kind.EXCHANGE:
             told = parts[0].tells(leaves, state.inner_states[0])
-            leaves = [None if yes else leaf for leaf, yes in zip(leaves, told, strict=True)]
+            leaves = [leaf for leaf, yes in zip(leaves, told, strict=True) if not yes]
         finite = ops.all_finite(arrays_in(leaves)) & finite_flag(extra, ops)
         if context is not None:
             finite = finite & context.progress.finite  # What an exchange to the left has heard.
@@ -847,8 +849,9 @@ def judge(updates: PyTree, context: Context | None) -> Array:
     ops = backends.find(arrays_in(leaves))
     if context is not None:
         leaves = [
-            ops.cast(leaf, spec.dtype) if backends.is_array(leaf) and spec.dtype else leaf
+            ops.cast(leaf, spec.dtype) if spec.dtype and backends.is_array(leaf) else leaf
             for leaf, spec in zip(leaves, context.layout.leaves, strict=True)
+            if leaf is not None
         ]
     floats = [x for x in arrays_in(leaves) if "float" in ops.dtype_name(x)]
     return ops.all_finite(floats)

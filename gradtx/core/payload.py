@@ -305,6 +305,8 @@ def decode_leaves(leaves: list[Any]) -> list[Any]:
                 out[position] = part
         elif isinstance(leaf, Payload) and not isinstance(leaf, Member):
             places.append(i)
+    if not places:
+        return out
     first: Any = [leaves[i] for i in places[:1]]
     ops = backends.find(optree.tree_leaves(first))
     for i, leaf in zip(places, ops.each(_decoded, [leaves[i] for i in places]), strict=True):

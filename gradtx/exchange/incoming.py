@@ -88,6 +88,10 @@ def exchange(
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor, sparse: SparseSums
 ) -> tuple[dict[int, torch.Tensor], Flags]:
+    if outgoing.kept:
+        totals: dict[int, torch.Tensor] = {}
+        _add_up([(header, outgoing.packing.own)], outgoing, totals, sparse, last=True)
+        return totals, Flags.of([header])
     leaves, root = outgoing.sizes.leaves, outgoing.through_root
 
     def nbytes(counts: Sequence[int]) -> int:
@@ -121,10 +125,9 @@ def _added(
         other, segments = decode_message(
             data, outgoing.sizes.leaves, packing.sizes, header.fingerprint
         )
-        own = outgoing.packing.payloads if rank == group.rank else []
-        # Of what is sparse nothing is written to: its own a rank need not read.
-        keep = own and all(payload.entries() is not None for payload in own)
-        found.append((other, partial(list, own) if keep else partial(packing.decode, segments)))
+        known = rank == group.rank and outgoing.all_sparse
+        read = outgoing.packing.own if known else partial(packing.decode, segments)
+        found.append((other, read))
     headers = [other for other, _ in found]
     totals: dict[int, torch.Tensor] = {}
     if any(other.error for other in headers):

@@ -60,13 +60,10 @@ class Packing:
 
     Args:
         payloads: on this rank; those of the others have the same shapes.
-
-    Attributes:
-        payloads: the same.
     """
 
     def __init__(self, payloads: Sequence[Payload]) -> None:
-        self.payloads = list(payloads)
+        self._payloads = list(payloads)
         self._fields = [field for payload in payloads for field in fields(payload)]
         self._index = [i for i, f in enumerate(self._fields) if f.universe is not None]
         plain = [i for i, f in enumerate(self._fields) if f.universe is None and not f.local]
@@ -76,6 +73,10 @@ class Packing:
         ]
         self._counts = [self._fields[i].array.numel() for i in self._index]
         self._universes = [self._fields[i].universe or 0 for i in self._index]
+
+    def own(self) -> list[Payload]:
+        """The payloads that were given."""
+        return self._payloads
 
     @property
     def sizes(self) -> list[int]:
@@ -123,7 +124,7 @@ class Packing:
         if self._index:
             for i, part in zip(self._index, self._decode_indices(segments[-1]), strict=True):
                 arrays[i] = part.reshape(self._fields[i].array.shape)
-        treespec = structure(self.payloads)
+        treespec = structure(self._payloads)
         return list(unflatten(treespec, arrays))
 
     def _starts(self) -> list[int]:

@@ -11,7 +11,7 @@ from gradtx import backends
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import EmptyState, Transformation
-from gradtx.core.tree import Array, PyTree, flatten, unflatten, widen
+from gradtx.core.tree import Array, PyTree, flatten, unflatten, widen, widen_all
 
 
 def unscale() -> Transformation:
@@ -82,7 +82,7 @@ def divide_all(leaves: Sequence[Any], scale: Any, name: str) -> list[Any]:
     if backends.is_array(scale) or any(isinstance(leaf, Payload) for leaf in leaves):
         return [leaf if leaf is None else divide(leaf, scale, name) for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    found = backends.find(leaves).divided([widen(leaves[i]) for i in places], scale)
+    found = backends.find(leaves).divided(widen_all([leaves[i] for i in places]), scale)
     for i, leaf in zip(places, found, strict=True):
         out[i] = leaf
     return out
