@@ -114,14 +114,22 @@ class Cast(Payload):
                 out[i] = rows[row]
         return out
 
+    def subtracted_from(self, flat: Array) -> Array:
+        """What is left of the values, written over `flat`, which no code lies in."""
+        ops = backends.of(flat)
+        return ops.add_in_place(flat, ops.cast(self._scaled_back(-1.0), ops.dtype_name(flat)))
+
     def decode(self) -> Array:
         """The values, scaled back."""
+        return self._scaled_back(1.0)
+
+    def _scaled_back(self, sign: float) -> Array:
         ops = backends.of(self.codes)
         eight_bits = ops.dtype_name(self.codes) == "uint8"
         codes = ops.bitcast(self.codes, self.format) if eight_bits else self.codes
         rows = ops.blocks(ops.cast(codes, self.dtype), FORMATS[self.format].block or self.size or 1)
-        scales = ops.power_of_two(self.exponents, self.dtype)
-        return ops.ravel(rows * scales[:, None])[: self.size]
+        scales = sign * ops.power_of_two(self.exponents, self.dtype)
+        return ops.ravel(ops.multiply_in_place(rows, scales[:, None]))[: self.size]
 
 
 @register_payload
