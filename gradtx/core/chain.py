@@ -165,6 +165,7 @@ class Chain(Transformation):
         )
         self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
         self._joins = _ends_in_feedback(self.stages)
+        self._defers = self.exchange is not None and _defers(self.core)
         # A state behind the exchange may keep its results: the next gradients must not reach them.
         self._overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
 
@@ -272,6 +273,7 @@ class Chain(Transformation):
             alone=self.exchange is None,
             windowed=self._windowed,
             joins=self._joins,
+            defers=self._defers,
         )
 
     def _may_vary(self, state: Any) -> bool:
@@ -411,6 +413,14 @@ def _ends_in_feedback(stages: Sequence[Stage]) -> bool:
         return False
     before = kinds[: kinds.index(Kind.EXCHANGE)]
     return before.count(Kind.FEEDBACK) == 1 and before[-1] is Kind.FEEDBACK
+
+
+def _defers(core: Sequence[Transformation]) -> bool:
+    """Whether `unscale` may leave the division to an error feedback that sees every leaf next."""
+    if len(core) != 2 or not isinstance(core[1], Gate):
+        return False
+    first = core[0].stage
+    return first.kind is Kind.UNSCALE and not first.stateful and core[1].parts[0].divides
 
 
 def _behind_exchange(stages: Sequence[Stage]) -> Sequence[Stage]:

@@ -331,7 +331,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         def corrected(i: int) -> Any:
             if absent[i]:
                 return leaves[i]
-            return added(widen(leaves[i]), weighed(residuals[i], context), context)
+            leaf = unscaled(widen(leaves[i]), context)
+            return added(leaf, weighed(residuals[i], context), context)
 
         if leafwise and not backends.find(leaves).TRACES:
             there = [None if skip else x for x, skip in zip(residuals, absent, strict=True)]
@@ -380,6 +381,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         parts=parts,
         settle=settle,
         code=call("error_feedback", parts),
+        divides=leafwise and parts[0].shows,
         tells=tells,
     )
 
@@ -392,6 +394,12 @@ def weighed(kept: Any, context: Context | None) -> Any:
     if kept is None or context is None or context.weight is None:
         return kept
     return kept * context.weight
+
+
+def unscaled(leaf: Array, context: Context | None) -> Array:
+    """A leaf, divided by the loss scale if that has been left undone."""
+    divisor = None if context is None else context.progress.divisor
+    return leaf if divisor is None else leaf / divisor
 
 
 def settled_residual(before: PyTree, residual: PyTree, settlement: Settlement) -> PyTree:
@@ -513,7 +521,7 @@ def _joined(
     places, shapes = zip(*members.leaves, strict=True)
     ops = backends.of(leaves[places[0]])
     kept = [ops.zeros_like(leaves[i]) if residuals[i] is None else residuals[i] for i in places]
-    corrected = ops.joined(widen_all([leaves[i] for i in places]))
+    corrected = unscaled(ops.joined(widen_all([leaves[i] for i in places])), context)
     corrected = corrected + weighed(ops.joined(kept), context)
     payload = parts[0].encode_joined(corrected, [context.layout.sizes[i] for i in places])
     found = ops.split(payload.subtracted_from(corrected), shapes)

@@ -50,6 +50,7 @@ class Progress:
     """How far a step has come; an exchange writes here.
 
     Attributes:
+        divisor: what `unscale` has left to error feedback to divide gradients by; None for one.
         shown: values that are not all finite if what a part has read was not; see `tells`.
         sent: this rank has begun to talk to the others.
         finite: the gradients of all ranks were finite as they arrived, as far as known.
@@ -64,6 +65,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
+        self.divisor: float | None = None
         self.shown: list[Array] = []
         self.sent = False
         self.finite: Any = True
@@ -111,6 +113,7 @@ class Context:
         over: the gradients, where results may be written over them; empty where not.
         joins: whether what error feedback sends arrives at the exchange as it is, so that several
             leaves may be one payload.
+        defers: whether error feedback, which comes next, is to divide by the loss scale.
         pool: where the buffers of residuals come from, if the state has an owner that looks after
             them; None for new ones.
         progress: how far the step has come.
@@ -127,6 +130,7 @@ class Context:
     share: Share | None = field(default=None, compare=False)
     over: Sequence[Any] = field(default=(), compare=False)
     joins: bool = False
+    defers: bool = False
     pool: Any = field(default=None, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
 
@@ -197,6 +201,7 @@ class Transformation:
             after the other, as one payload.
         shows: of a compressor with encoders: an infinity or a NaN of a leaf is among the values of
             the payload that the first of them makes.
+        divides: of what stands first in a gate: whether it divides by `Progress.divisor`.
         tells: ``tells(leaves, state) -> bools``: of which leaves `update` adds such values to
             `Progress.shown`, so that the leaves need not be judged.
     """
@@ -217,12 +222,13 @@ class Transformation:
         encoders: tuple[EncodeFn, ...] = (),
         encode_joined: Callable[..., Payload] | None = None,
         shows: bool = False,
+        divides: bool = False,
         tells: TellsFn | None = None,
     ) -> None:
         self.stage = stage
         self.encoders = encoders
         self.encode_joined: Any = encode_joined
-        self.shows = shows
+        self.shows, self.divides = shows, divides
         self.tells: TellsFn = tells or (lambda leaves, state: [False] * len(leaves))
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
