@@ -57,6 +57,11 @@ def concat(arrays: Sequence[Array]) -> Array:
     return jnp.concatenate(list(arrays))
 
 
+def joined(leaves: Sequence[Array]) -> Array:
+    """The values of leaves of any shape, flat, one after the other."""
+    return jnp.concatenate([jnp.ravel(x) for x in leaves])
+
+
 def zeros(shape: tuple[int, ...], dtype: str, like: Array | None = None) -> Array:
     """Zeros; `like` is there for the signature of the torch side."""
     del like
@@ -156,6 +161,11 @@ def unshared(arrays: Sequence[Array], others: Sequence[Array]) -> list[Array]:
 def add_in_place(total: Array, x: Array) -> Array:
     """``total + x``."""
     return total + x
+
+
+def multiply_in_place(x: Array, factors: Array) -> Array:
+    """``x * factors``."""
+    return x * factors
 
 
 def mean_magnitude(x: Array) -> Array:

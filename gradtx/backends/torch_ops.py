@@ -92,6 +92,12 @@ def concat(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(arrays))
 
 
+def joined(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The values of leaves of any shape, flat, one after the other."""
+    flat = set(map(torch.Tensor.dim, leaves)) == {1}
+    return torch.cat(list(leaves) if flat else [ravel(x) for x in leaves])
+
+
 def zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor | None = None) -> torch.Tensor:
     """Zeros on the device of `like`."""
     return torch.zeros(shape, dtype=_DTYPES[dtype], device=None if like is None else like.device)
@@ -124,9 +130,9 @@ def as_flag(value: bool | torch.Tensor) -> torch.Tensor:
 
 def all_finite(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """A 0-d bool: no leaf has an infinity or a NaN. One reading pass; small leaves are copied."""
-    joined = [torch.cat([ravel(leaves[i]) for i in places]) for places in _small(leaves)]
+    small = [joined([leaves[i] for i in places]) for places in _small(leaves)]
     large = [x for x in leaves if x.numel() > _SMALL]
-    extremes = [torch.stack(torch.aminmax(x)) for x in [*joined, *large] if x.numel()]
+    extremes = [torch.stack(torch.aminmax(x)) for x in [*small, *large] if x.numel()]
     if not extremes:
         return torch.tensor(True)
     if len({(x.dtype, x.device) for x in extremes}) > 1:
@@ -149,7 +155,8 @@ def where(
 
 def take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The entries of `x` at `indices`, along the last axis."""
-    return x.gather(-1, indices)
+    # Of one axis that is three times as fast.
+    return x.index_select(0, indices) if x.dim() == 1 else x.gather(-1, indices)
 
 
 def positions(starts: Sequence[int], length: int, like: torch.Tensor) -> torch.Tensor:
@@ -165,27 +172,37 @@ def ascending(x: torch.Tensor) -> torch.Tensor:
 
 def split(x: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     """The flat `x` in arrays of some shapes, one after the other; views of it."""
-    parts = x.split([math.prod(shape) for shape in shapes])
+    parts = x.unsafe_split_with_sizes(list(map(math.prod, shapes)))  # No autograd is needed.
+    if set(map(len, shapes)) == {1}:
+        return list(parts)
     pairs = zip(parts, shapes, strict=True)
     return [part if len(shape) == 1 else part.view(shape) for part, shape in pairs]
 
 
 def divided(leaves: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
-    """``x / divisor`` for each."""
+    """``x / divisor`` for each; the leaves themselves if that is one."""
+    if divisor == 1:
+        return list(leaves)
+    groups = _small(leaves)
+    if groups and len(groups[0]) == len(leaves):
+        return split(joined(leaves) / divisor, [x.shape for x in leaves])
     out: list[Any] = [x / divisor if x.numel() > _SMALL else None for x in leaves]
-    for places in _small(leaves):
-        joined = torch.cat([ravel(leaves[i]) for i in places]) / divisor
-        for i, part in zip(places, split(joined, [leaves[i].shape for i in places]), strict=True):
+    for places in groups:
+        small = [leaves[i] for i in places]
+        parts = split(joined(small) / divisor, [x.shape for x in small])
+        for i, part in zip(places, parts, strict=True):
             out[i] = part
     return out
 
 
 def _small(leaves: Sequence[torch.Tensor]) -> list[list[int]]:
     """Where the small ones are: those of one dtype and device together."""
+    small = [i for i, x in enumerate(leaves) if x.numel() <= _SMALL]
+    if len({x.dtype for x in leaves}) == len({x.device for x in leaves}) == 1:
+        return [small] if small else []
     found: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        if x.numel() <= _SMALL:
-            found.setdefault((x.dtype, x.device), []).append(i)
+    for i in small:
+        found.setdefault((leaves[i].dtype, leaves[i].device), []).append(i)
     return list(found.values())
 
 
@@ -218,6 +235,11 @@ def add_in_place(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return total.add_(x)
 
 
+def multiply_in_place(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """``x * factors``, written over `x`."""
+    return x.mul_(factors)
+
+
 def mean_magnitude(x: torch.Tensor) -> torch.Tensor:
     """The mean of ``|x|`` over the last axis; zero for an empty one."""
     if x.shape[-1] == 0:
@@ -236,6 +258,8 @@ def max_magnitude(x: torch.Tensor) -> torch.Tensor:
     """The largest ``|x|`` of the last axis; zero for an empty one, NaN if there is one."""
     if x.shape[-1] == 0:
         return x.new_zeros(x.shape[:-1])
+    if x.numel() == x.shape[-1]:  # One row: no magnitudes need be written.
+        return torch.stack(torch.aminmax(x)).abs().amax().reshape(x.shape[:-1])
     return x.abs().amax(-1)
 
 

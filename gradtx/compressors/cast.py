@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from gradtx.compressors.compressor import compressor
 from gradtx.core.arguments import check_bool
-from gradtx.core.cast import FORMATS, encode_cast
+from gradtx.core.cast import FORMATS, encode_cast, encode_casts
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
 
@@ -56,4 +58,8 @@ def cast(dtype: str, *, feedback: bool = True) -> Transformation:
         biased=True,
         feedback=feedback,
     )
-    return compressor(stage, lambda flat, shape: encode_cast(flat, shape, dtype))
+    return compressor(
+        stage,
+        lambda flat, shape: encode_cast(flat, shape, dtype),
+        encode_all=(partial(encode_casts, dtype=dtype),),
+    )

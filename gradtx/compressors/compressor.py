@@ -10,7 +10,7 @@ from gradtx import backends
 from gradtx.core.payload import Member, Payload, values_of
 from gradtx.core.phases import in_phase
 from gradtx.core.stage import Stage
-from gradtx.core.transformation import Context, Transformation
+from gradtx.core.transformation import Context, EncodeFn, Transformation
 from gradtx.core.tree import (
     Array,
     Info,
@@ -23,10 +23,16 @@ from gradtx.core.tree import (
 )
 
 Encode = Callable[[Array, tuple[int, ...]], Payload]
+EncodeAll = Callable[[Sequence[Array], Sequence[tuple[int, ...]]], list[Payload]]
 
 
 def compressor(
-    stage: Stage, encode: Encode, *, encode_joined: Callable[..., Payload] | None = None
+    stage: Stage,
+    encode: Encode,
+    *,
+    encode_all: tuple[EncodeAll, ...] = (),
+    encode_joined: Callable[..., Payload] | None = None,
+    shows: bool = False,
 ) -> Transformation:
     """A stateless compressor, leaf by leaf.
 
@@ -34,17 +40,26 @@ def compressor(
         stage: its declaration.
         encode: ``encode(flat, shape) -> Payload``: `flat` are the values of one leaf in FP32 (FP64
             for FP64 leaves), `shape` is the shape of the leaf.
+        encode_all: ``encode_all(flats, shapes) -> payloads``: the same for several leaves, where it
+            pays to treat them together; several such functions, if the further ones encode the
+            values that are left.
         encode_joined: ``encode_joined(flat, sizes) -> Payload``: the same for leaves of some sizes
             that stand one after the other, all at once, if that can be.
+        shows: whether an infinity or a NaN is always among the values of the payload.
 
     Returns:
         The transformation. A payload that arrives has its float child compressed.
     """
 
-    @in_phase("select")
-    def encoded(leaf: Any) -> Payload:
-        check_form(stage, [leaf])
-        return encode_leaf(leaf, encode)
+    def encoder(encode_all: EncodeAll) -> EncodeFn:
+        @in_phase("select")
+        def encoded(leaves: Sequence[Any]) -> list[Payload]:
+            check_form(stage, leaves)
+            return encode_leaves(leaves, encode_all)
+
+        return encoded
+
+    encoders = tuple(map(encoder, encode_all or (each(encode),)))
 
     @in_phase("select")
     def update(
@@ -59,7 +74,9 @@ def compressor(
             leaves[i] = payload
         return unflatten(treespec, leaves), state
 
-    return Transformation(stage, None, update, encode_leaf=encoded, encode_joined=encode_joined)
+    return Transformation(
+        stage, None, update, encoders=encoders, encode_joined=encode_joined, shows=shows
+    )
 
 
 class RandomState(NamedTuple):
@@ -143,3 +160,26 @@ def encode_leaf(leaf: Any, encode: Encode) -> Payload:
     if values is None:
         raise TypeError(f"{leaf!r} has no values left to compress")
     return leaf.with_values(encode_leaf(values, encode))
+
+
+def each(encode: Encode) -> EncodeAll:
+    """What encodes several leaves, one after the other."""
+
+    def encode_all(flats: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Payload]:
+        return [encode(flat, shape) for flat, shape in zip(flats, shapes, strict=True)]
+
+    return encode_all
+
+
+def encode_leaves(leaves: Sequence[Any], encode_all: EncodeAll) -> list[Payload]:
+    """Leaves encoded, all of them arrays, or the float children of payloads, however deep."""
+    if not any(isinstance(leaf, Payload) for leaf in leaves):
+        wide = [widen(leaf) for leaf in leaves]
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        return encode_all([backends.of(x).ravel(x) for x in wide], shapes)
+    values = [values_of(leaf) for leaf in leaves]
+    for leaf, own in zip(leaves, values, strict=True):
+        if own is None:
+            raise TypeError(f"{leaf!r} has no values left to compress")
+    found = zip(leaves, encode_leaves(values, encode_all), strict=True)
+    return [leaf.with_values(payload) for leaf, payload in found]

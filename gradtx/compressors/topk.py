@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.compressor import Encode, compressor, encode_leaf
+from gradtx.compressors.compressor import Encode, compressor, each, encode_leaf
 from gradtx.core.arguments import check_bool, check_ratio, count
-from gradtx.core.cast import encode_cast
+from gradtx.core.cast import encode_cast, encode_casts
 from gradtx.core.payload import Entries, Joined, Member, Parts, Payload, dense, register_payload
 from gradtx.core.phases import in_phase
 from gradtx.core.schedule import Schedule, scheduled
@@ -141,13 +142,16 @@ topk = topk_sparsify
 
 
 def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation:
-    def encode(flat: Array, shape: tuple[int, ...]) -> Payload:
+    def select(flat: Array, shape: tuple[int, ...]) -> Sparse:
         ops = backends.of(flat)
         indices = ops.top_k(flat, count(ratio, flat.shape[-1]))
-        chosen = ops.take(flat, indices)
-        if values != "float32":
-            chosen = encode_cast(chosen, tuple(chosen.shape), values)
-        return Sparse(chosen, indices, shape, ops.dtype_name(flat))
+        return Sparse(ops.take(flat, indices), indices, shape, ops.dtype_name(flat))
+
+    def encode(flat: Array, shape: tuple[int, ...]) -> Payload:
+        chosen = select(flat, shape)
+        if values == "float32":
+            return chosen
+        return chosen.with_values(encode_cast(chosen.values, chosen.values.shape, values))
 
     def encode_joined(flat: Array, sizes: Sequence[int]) -> Payload:
         indices = _chosen(flat, sizes, ratio)
@@ -155,8 +159,10 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
         return Sparse(ops.take(flat, indices), indices, tuple(flat.shape), ops.dtype_name(flat))
 
     if scope == "leaf":
-        joined = encode_joined if values == "float32" else None
-        return compressor(stage, encode, encode_joined=joined)
+        if values == "float32":
+            return compressor(stage, encode, encode_joined=encode_joined, shows=True)
+        in_bits = partial(encode_casts, dtype=values)
+        return compressor(stage, encode, encode_all=(each(select), in_bits), shows=True)
 
     @in_phase("select")
     def update(
@@ -179,6 +185,10 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
 def _chosen(flat: Array, sizes: Sequence[int], ratio: float) -> Array:
     """The positions of what is sent of leaves that stand one after the other, ascending."""
     ops = backends.of(flat)
+    if len(set(sizes)) == 1:
+        size = sizes[0]
+        chosen = ops.top_k(ops.reshape(flat, (len(sizes), size)), count(ratio, size))
+        return ops.ravel(chosen + size * ops.ravel(ops.positions([0], len(sizes), flat))[:, None])
     starts: dict[int, list[int]] = {}
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         starts.setdefault(size, []).append(end - size)

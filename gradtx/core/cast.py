@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradtx import backends
@@ -31,6 +32,9 @@ FORMATS = {
 }
 # Both 2**n and 2**-n are normal numbers.
 _LIMIT = {"float32": 126, "float64": 1022}
+
+
+_SMALL = 1 << 16  # values; those of larger leaves are not copied to lie beside each other
 
 
 @register_payload
@@ -93,14 +97,39 @@ class Cast(Payload):
         """Other values in the same format."""
         return encode_cast(flat, tuple(flat.shape), self.format)
 
+    @classmethod
+    def decode_all(cls, payloads: Sequence[Any]) -> list[Array]:
+        """`decode` of several, small ones of one length and format together."""
+        out: list[Any] = [None] * len(payloads)
+        for places in _alike([(p.size, p.format, p.dtype) for p in payloads]):
+            first = payloads[places[0]]
+            if len(places) == 1:
+                out[places[0]] = first.decode()
+                continue
+            ops = backends.of(first.codes)
+            rows = ops.cast(ops.stack([payloads[i].codes for i in places]), first.dtype)
+            exponents = ops.concat([payloads[i].exponents for i in places])
+            rows = rows * ops.power_of_two(exponents, first.dtype)[:, None]
+            for row, i in enumerate(places):
+                out[i] = rows[row]
+        return out
+
+    def subtracted_from(self, flat: Array) -> Array:
+        """What is left of the values, written over `flat`, which no code lies in."""
+        ops = backends.of(flat)
+        return ops.add_in_place(flat, ops.cast(self._scaled_back(-1.0), ops.dtype_name(flat)))
+
     def decode(self) -> Array:
         """The values, scaled back."""
+        return self._scaled_back(1.0)
+
+    def _scaled_back(self, sign: float) -> Array:
         ops = backends.of(self.codes)
         eight_bits = ops.dtype_name(self.codes) == "uint8"
         codes = ops.bitcast(self.codes, self.format) if eight_bits else self.codes
         rows = ops.blocks(ops.cast(codes, self.dtype), FORMATS[self.format].block or self.size or 1)
-        scales = ops.power_of_two(self.exponents, self.dtype)
-        return ops.ravel(rows * scales[:, None])[: self.size]
+        scales = sign * ops.power_of_two(self.exponents, self.dtype)
+        return ops.ravel(ops.multiply_in_place(rows, scales[:, None]))[: self.size]
 
 
 @register_payload
@@ -131,19 +160,52 @@ def encode_narrow(flat: Array, dtype: str) -> Narrow:
 def encode_cast(flat: Array, shape: tuple[int, ...], dtype: str) -> Cast:
     """The flat FP32 or FP64 values of a leaf in another dtype, scaled."""
     ops = backends.of(flat)
-    wide = ops.dtype_name(flat)
     block = FORMATS[dtype].block
-    rows = ops.blocks(flat, block or max(flat.shape[0], 1))
+    rows, exponents = _scaled(ops.blocks(flat, block or max(flat.shape[0], 1)), dtype)
+    codes = ops.ravel(rows)[: flat.shape[0]]
+    if block is not None:
+        codes = ops.bitcast(codes, "uint8")
+    return Cast(codes, exponents, dtype, shape, ops.dtype_name(flat))
+
+
+def encode_casts(
+    flats: Sequence[Array], shapes: Sequence[tuple[int, ...]], dtype: str
+) -> list[Payload]:
+    """`encode_cast` of several leaves, small ones of one length together."""
+    out: list[Any] = [None] * len(flats)
+    for places in _alike([(flat.shape[0], dtype, flat.dtype) for flat in flats]):
+        first = flats[places[0]]
+        if len(places) == 1:
+            out[places[0]] = encode_cast(first, shapes[places[0]], dtype)
+            continue
+        ops = backends.of(first)
+        rows, exponents = _scaled(ops.stack([flats[i] for i in places]), dtype)
+        for row, i in enumerate(places):
+            scale = exponents[row : row + 1]
+            out[i] = Cast(rows[row], scale, dtype, shapes[i], ops.dtype_name(first))
+    return out
+
+
+def _alike(kinds: Sequence[tuple[int, str, Any]]) -> list[list[int]]:
+    """The positions of leaves that may be rows, those of one length, format and dtype together."""
+    found: dict[Any, list[int]] = {}
+    for i, (length, dtype, _) in enumerate(kinds):
+        alone = FORMATS[dtype].block is not None or not 0 < length <= _SMALL
+        found.setdefault(i if alone else kinds[i], []).append(i)
+    return list(found.values())
+
+
+def _scaled(rows: Array, dtype: str) -> tuple[Array, Array]:
+    """Rows of FP32 or FP64 values in another dtype, each scaled; and what to scale back by."""
+    ops = backends.of(rows)
+    wide = ops.dtype_name(rows)
     largest = ops.max_magnitude(rows)
     exponents = _exponents(largest, dtype)
     finite = ops.exponent(largest) < _LIMIT[wide] + 2
     # Times zero, infinity and NaN are NaN: the cast, which in some formats saturates, cannot hide
     # them.
     scales = ops.power_of_two(ops.where(finite, exponents, -_LIMIT[wide] - 1), wide)
-    codes = ops.ravel(ops.cast(rows * scales[:, None], dtype))[: flat.shape[0]]
-    if block is not None:
-        codes = ops.bitcast(codes, "uint8")
-    return Cast(codes, ops.cast(-exponents, "int16"), dtype, shape, wide)
+    return ops.cast(rows * scales[:, None], dtype), ops.cast(-exponents, "int16")
 
 
 def _exponents(largest: Array, dtype: str) -> Array:

@@ -46,7 +46,9 @@ from gradtx.core.tree import (
     Layout,
     PyTree,
     accumulation_dtype,
+    all_tensors,
     arrays_in,
+    expecting,
     flatten,
     flatten_with_paths,
     layout_of,
@@ -165,6 +167,7 @@ class Chain(Transformation):
         self._windowed = any(stage.kind is Kind.ACCUMULATE for stage in self.stages)
         self._holds_back = self._windowed or any(isinstance(part, Delaying) for part in self.core)
         self._joins = _ends_in_feedback(self.stages)
+        self._defers = self.exchange is not None and _defers(self.core)
         # A state behind the exchange may keep its results: the next gradients must not reach them.
         self.overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
 
@@ -209,7 +212,8 @@ class Chain(Transformation):
             )
         unknown = {part.schedule: count for part, count in found}
         take = partial(self._taken, updates, state, params, extra)
-        return _branched(take, list(unknown.items()), {})
+        with expecting(getattr(state, "layout", _NOTHING)):
+            return _branched(take, list(unknown.items()), {})
 
     @property
     def delay(self) -> int:
@@ -266,11 +270,12 @@ class Chain(Transformation):
     def context(self, state: Any) -> Context:
         """What is known of a step before it begins."""
         return Context(
-            getattr(state, "layout", Layout((), None)),
+            getattr(state, "layout", _NOTHING),
             self.shared_code + self._grid,
             alone=self.exchange is None,
             windowed=self._windowed,
             joins=self._joins,
+            defers=self._defers,
         )
 
     @property
@@ -443,6 +448,14 @@ def _ends_in_feedback(stages: Sequence[Stage]) -> bool:
     return before.count(Kind.FEEDBACK) == 1 and before[-1] is Kind.FEEDBACK
 
 
+def _defers(core: Sequence[Transformation]) -> bool:
+    """Whether `unscale` may leave the division to an error feedback that sees every leaf next."""
+    if len(core) != 2 or not isinstance(core[1], Gate):
+        return False
+    first = core[0].stage
+    return first.kind is Kind.UNSCALE and not first.stateful and core[1].parts[0].divides
+
+
 def _behind_exchange(stages: Sequence[Stage]) -> Sequence[Stage]:
     kinds = [stage.kind for stage in stages]
     return stages[_last(kinds, Kind.EXCHANGE) + 1 :] if Kind.EXCHANGE in kinds else ()
@@ -479,7 +492,12 @@ def _state_of(wanted: Any, parts: Sequence[Transformation], states: Sequence[Any
     return None
 
 
+_NOTHING = Layout((), None)
+
+
 def _detached(leaves: Sequence[Any]) -> list[Any]:
+    if all_tensors(leaves):
+        return [x.detach() if x.requires_grad else x for x in leaves]
     return [backends.of(x).detach(x) if backends.is_array(x) else x for x in leaves]
 
 
@@ -518,6 +536,10 @@ def _in_structure_of(updates: PyTree, leaves: list[Any], layout: Layout) -> PyTr
     order: Sequence[int] = range(len(leaves))
     if treespec != layout.treespec:
         order = [layout.positions[path] for path in flatten_with_paths(updates)[0]]
+    if all_tensors(given) and treespec == layout.treespec and all_tensors(leaves):
+        kinds = [x.dtype for x in given]
+        if kinds == [x.dtype for x in leaves]:
+            return unflatten(treespec, leaves)
     out = []
     for like, i in zip(given, order, strict=True):
         leaf, spec = leaves[i], layout.leaves[i]

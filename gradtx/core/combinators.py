@@ -6,16 +6,27 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from gradtx import backends
 from gradtx.backends.registry import register_node
-from gradtx.core.payload import Joined, Member, Parts, Payload, decode_leaves
+from gradtx.core.payload import (
+    Joined,
+    Member,
+    Parts,
+    Payload,
+    decode_leaves,
+    values_of,
+    with_dense_values,
+)
 from gradtx.core.phases import in_phase
 from gradtx.core.predicates import predicate as as_predicate
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
+    EncodeFn,
+    Progress,
     Settlement,
     Transformation,
     finite_flag,
@@ -36,6 +47,7 @@ from gradtx.core.tree import (
     reorder,
     unflatten,
     widen,
+    widen_all,
 )
 
 
@@ -196,6 +208,8 @@ def run(
     new: list[Any] = []
     for part, state in zip(parts, states, strict=True):
         updates, state = part.step(updates, state, params, **extra)
+        if (context := extra.get("context")) is not None and context.progress.shown:
+            extra = {**extra, "finite": _still_finite(extra.get("finite"), context.progress)}
         if part.stage.kind is Kind.EXCHANGE:
             new = settled(parts[: len(new)], states, new, Settlement.of(extra["context"]))
         if isinstance(part, Gate):
@@ -204,6 +218,13 @@ def run(
             new = [_concluded(left, own, decided, taken) for left, own in before]
         new.append(state)
     return updates, tuple(new)
+
+
+def _still_finite(finite: Array | None, progress: Progress) -> Array:
+    """The flag ``finite``, once a part has shown what it has read; see `Transformation.tells`."""
+    shown, progress.shown = progress.shown, []
+    found: Array = backends.of(shown[0]).all_finite(shown)
+    return found if finite is None else found & finite
 
 
 def _concluded(part: Transformation, state: Any, decided: Any, taken: Array) -> Any:
@@ -306,7 +327,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             error_feedback,
             "write chain(topk(0.01), ef()), or error_feedback(topk(0.01))",
         )
-    leafwise = all(part.encode_leaf is not None for part in parts)
+    encoders = [encode for part in parts for encode in part.encoders]
+    leafwise = all(part.encoders for part in parts)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
         residual = map_leaves(zero_residual, params)
@@ -317,7 +339,9 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         updates: PyTree, state: ErrorFeedbackState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ErrorFeedbackState]:
         leaves, treespec = flatten(updates)
-        residuals = leaves_like(state.residual, updates)
+        residuals, own = flatten(state.residual)
+        if own != treespec:
+            residuals = leaves_like(state.residual, updates)
         context: Context | None = extra.get("context")
         absent = absent_here(leaves, context)
         inner_states = state.inner_states
@@ -325,17 +349,21 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         def corrected(i: int) -> Any:
             if absent[i]:
                 return leaves[i]
-            return added(widen(leaves[i]), weighed(residuals[i], context), context)
+            leaf = unscaled(widen(leaves[i]), context)
+            return added(leaf, weighed(residuals[i], context), context)
 
         if leafwise and not backends.find(leaves).TRACES:
             there = [None if skip else x for x, skip in zip(residuals, absent, strict=True)]
             sent, left = _joined(parts, leaves, there, context)
-            # The others each from end to end while it is in the cache.
-            for i, skip in enumerate(absent):
-                if sent[i] is None and leaves[i] is not None:
-                    leaf = corrected(i)
-                    sent[i] = _encoded(parts, leaf)
-                    left[i] = None if skip else _remainder(leaf, sent[i])
+            shown = [values_of(x) for x in sent if isinstance(x, Joined)]
+            rest = [i for i, leaf in enumerate(leaves) if sent[i] is None and leaf is not None]
+            present = [not absent[i] for i in rest]
+            makes = [partial(corrected, i) for i in rest]
+            first, *found = _leaf_by_leaf(encoders, makes, present)
+            for i, payload, remainder in zip(rest, *found, strict=True):
+                sent[i], left[i] = payload, remainder
+            if context is not None and parts[0].shows:
+                context.progress.shown += [*shown, *map(values_of, first)]
         else:
             carried = [corrected(i) for i in range(len(leaves))]
             payloads, inner_states = run(
@@ -345,10 +373,10 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             there = [None if skip else x for x, skip in zip(carried, absent, strict=True)]
             left = remainders(there, sent, arrays_in(inner_states))
         payloads = unflatten(treespec, sent)
-        residual = arranged_like(
-            unflatten(treespec, kept_residuals(residuals, left, leaves, sent, absent, context)),
-            state.residual,
-        )
+        kept = kept_residuals(residuals, left, leaves, sent, absent, context)
+        residual = unflatten(treespec, kept)
+        if own != treespec:
+            residual = arranged_like(residual, state.residual)
         return payloads, ErrorFeedbackState(residual, inner_states)
 
     @in_phase("feedback")
@@ -359,6 +387,10 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         inner_states = settled(parts, before.inner_states, state.inner_states, settlement)
         return ErrorFeedbackState(residual, tuple(inner_states))
 
+    def tells(leaves: Sequence[Any], state: ErrorFeedbackState) -> list[bool]:
+        told = leafwise and parts[0].shows and not backends.find(leaves).TRACES
+        return [told and leaf is not None and not isinstance(leaf, Payload) for leaf in leaves]
+
     return Transformation(
         stage,
         init,
@@ -367,6 +399,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         parts=parts,
         settle=settle,
         code=call("error_feedback", parts),
+        divides=leafwise and parts[0].shows,
+        tells=tells,
     )
 
 
@@ -378,6 +412,12 @@ def weighed(kept: Any, context: Context | None) -> Any:
     if kept is None or context is None or context.weight is None:
         return kept
     return kept * context.weight
+
+
+def unscaled(leaf: Array, context: Context | None) -> Array:
+    """A leaf, divided by the loss scale if that has been left undone."""
+    divisor = None if context is None else context.progress.divisor
+    return leaf if divisor is None else leaf / divisor
 
 
 def settled_residual(before: PyTree, residual: PyTree, settlement: Settlement) -> PyTree:
@@ -427,8 +467,9 @@ def zero_residual(leaf: Array) -> Array:
 
 def absent_here(leaves: Sequence[Any], context: Context | None) -> list[bool]:
     """For each leaf, whether this rank has no gradient for it."""
-    absent = context.absent if context and context.absent else (False,) * len(leaves)
-    return [leaf is None or skip for leaf, skip in zip(leaves, absent, strict=True)]
+    if context is None or not context.absent:
+        return [leaf is None for leaf in leaves]
+    return [leaf is None or skip for leaf, skip in zip(leaves, context.absent, strict=True)]
 
 
 def added(leaf: Array, residual: Array, context: Context | None) -> Array:
@@ -466,7 +507,7 @@ def remainders(corrected: Sequence[Any], sent: Sequence[Any], kept: Sequence[Any
     return out
 
 
-_SMALL, _MANY = 4096, 16  # values of a leaf; leaves
+_MANY = 16  # leaves
 
 
 def _joined(
@@ -490,34 +531,54 @@ def _joined(
     left: list[Any] = [None] * len(leaves)
     if context is None or not context.joins or len(parts) > 1 or parts[0].encode_joined is None:
         return sent, left
-    specs = context.layout.leaves
-    places = [
-        i
-        for i in context.layout.by_path
-        if leaves[i] is not None and 0 < specs[i].size <= _SMALL and specs[i].dtype != "float64"
-    ]
-    if len(places) < _MANY:
+    members = context.layout.small
+    if not all(leaves[i] is not None for i, _ in members.leaves):
+        members = Parts(tuple(part for part in members.leaves if leaves[part[0]] is not None))
+    if len(members.leaves) < _MANY:
         return sent, left
+    places, shapes = zip(*members.leaves, strict=True)
     ops = backends.of(leaves[places[0]])
     kept = [ops.zeros_like(leaves[i]) if residuals[i] is None else residuals[i] for i in places]
-    corrected = ops.concat([ops.ravel(widen(leaves[i])) for i in places])
-    corrected = corrected + weighed(ops.concat(list(map(ops.ravel, kept))), context)
-    payload = parts[0].encode_joined(corrected, [specs[i].size for i in places])
-    shapes = [specs[i].shape or () for i in places]
+    corrected = unscaled(ops.joined(widen_all([leaves[i] for i in places])), context)
+    corrected = corrected + weighed(ops.joined(kept), context)
+    payload = parts[0].encode_joined(corrected, [context.layout.sizes[i] for i in places])
     found = ops.split(payload.subtracted_from(corrected), shapes)
+    member = {shape: Member(shape, payload.dtype) for shape in set(shapes)}
     for i, shape, values in zip(places, shapes, found, strict=True):
-        sent[i], left[i] = Member(shape, payload.dtype), values
-    members = Parts(tuple(zip(places, shapes, strict=True)))
+        sent[i], left[i] = member[shape], values
     sent[places[0]] = Joined(payload, members, payload.shape, payload.dtype)
     return sent, left
 
 
-def _encoded(parts: Sequence[Transformation], leaf: Any) -> Payload:
-    """What compressors that treat each leaf alone make of one."""
-    for part in parts:
-        leaf = part.encode_leaf(leaf)
-    payload: Payload = leaf
-    return payload
+def _leaf_by_leaf(
+    encoders: Sequence[EncodeFn], leaves: Sequence[Callable[[], Any]], there: Sequence[bool]
+) -> tuple[list[Payload], list[Payload], list[Any]]:
+    """Compresses leaves, each made and the first time compressed while it is in the cache.
+
+    Args:
+        encoders: of compressors that treat each leaf alone; the first chooses values, which the
+            others encode, of all leaves together.
+        leaves: make them.
+        there: whether something is left out of each of them; they are then written to.
+
+    Returns:
+        What the first encoder makes of them, what is sent, and what is left out.
+    """
+    first, *others = encoders
+    sent: list[Payload] = []
+    left: list[Any] = []
+    for make, own in zip(leaves, there, strict=True):
+        leaf = make()
+        [payload] = first([leaf])
+        sent.append(payload)
+        left.append(None if not own else leaf if others else _remainder(leaf, payload))
+    chosen = sent
+    for encode in others:
+        sent = encode(sent)
+    if others:
+        pairs = zip(left, with_dense_values(sent), strict=True)
+        left = [None if leaf is None else _remainder(leaf, payload) for leaf, payload in pairs]
+    return chosen, sent, left
 
 
 def _remainder(corrected: Array, sent: Any) -> Array:
@@ -670,6 +731,11 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         own = settlement.only(state.mask.selected)
         return MaskedState(state.mask, part.settle(before.inner_state, state.inner_state, own))
 
+    def tells(leaves: Sequence[Any], state: MaskedState) -> list[bool]:
+        keep = state.mask.selected
+        told = part.tells(_only(leaves, keep), state.inner_state)
+        return [own and yes for own, yes in zip(keep, told, strict=True)]
+
     argument = Argument("predicate", predicate)
     stage = replace(part.stage, name="masked", arguments=(argument,))
     return Transformation(
@@ -680,6 +746,7 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         parts=(part,),
         settle=settle,
         code=call("masked", (part,), repr(predicate)),
+        tells=tells,
     )
 
 
@@ -763,10 +830,14 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
     def update(
         updates: PyTree, state: ApplyIfFiniteState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, ApplyIfFiniteState]:
-        arrived = arrays_in(updates)
-        ops = backends.find(arrived)
-        finite = ops.all_finite(arrived) & finite_flag(extra, ops)
-        if (context := extra.get("context")) is not None:
+        leaves = flatten(updates)[0]
+        ops = backends.find(arrays_in(leaves))
+        context: Context | None = extra.get("context")
+        if context is not None and exchanges and parts[0].stage.kind is not Kind.EXCHANGE:
+            told = parts[0].tells(leaves, state.inner_states[0])
+            leaves = [leaf for leaf, yes in zip(leaves, told, strict=True) if not yes]
+        finite = ops.all_finite(arrays_in(leaves)) & finite_flag(extra, ops)
+        if context is not None:
             finite = finite & context.progress.finite  # What an exchange to the left has heard.
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
         if exchanges:
@@ -804,8 +875,9 @@ def judge(updates: PyTree, context: Context | None) -> Array:
     ops = backends.find(arrays_in(leaves))
     if context is not None:
         leaves = [
-            ops.cast(leaf, spec.dtype) if backends.is_array(leaf) and spec.dtype else leaf
+            ops.cast(leaf, spec.dtype) if spec.dtype and backends.is_array(leaf) else leaf
             for leaf, spec in zip(leaves, context.layout.leaves, strict=True)
+            if leaf is not None
         ]
     floats = [x for x in arrays_in(leaves) if "float" in ops.dtype_name(x)]
     return ops.all_finite(floats)

@@ -83,6 +83,11 @@ class Payload:
         """The dense leaf as one flat axis of `size` values."""
         raise NotImplementedError
 
+    @classmethod
+    def decode_all(cls, payloads: Sequence[Any]) -> list[Any]:
+        """`decode` of several payloads of this class, where it pays to treat them together."""
+        return [payload.decode() for payload in payloads]
+
     def add_to(self, total: Any) -> Any:
         """The decoded values added to a flat `total`, which may be written to."""
         ops = backends.of(total)
@@ -195,6 +200,20 @@ def dense(value: Any) -> Any:
     return value.decode() if isinstance(value, Payload) else value
 
 
+def with_dense_values(payloads: Sequence[Payload]) -> list[Payload]:
+    """The payloads, with values that are payloads decoded, those of one class together."""
+    out = list(payloads)
+    found: dict[type[Payload], list[int]] = {}
+    for i, payload in enumerate(payloads):
+        if isinstance(values := values_of(payload), Payload):
+            found.setdefault(type(values), []).append(i)
+    for cls, places in found.items():
+        decoded = cls.decode_all([values_of(payloads[i]) for i in places])
+        for i, values in zip(places, decoded, strict=True):
+            out[i] = payloads[i].with_values(values)
+    return out
+
+
 def plain(value: Any) -> tuple[Any, Any]:
     """As `Payload.plain`, of an array too."""
     return value.plain() if isinstance(value, Payload) else (value, None)
@@ -286,6 +305,8 @@ def decode_leaves(leaves: list[Any]) -> list[Any]:
                 out[position] = part
         elif isinstance(leaf, Payload) and not isinstance(leaf, Member):
             places.append(i)
+    if not places:
+        return out
     first: Any = [leaves[i] for i in places[:1]]
     ops = backends.find(optree.tree_leaves(first))
     for i, leaf in zip(places, ops.each(_decoded, [leaves[i] for i in places]), strict=True):

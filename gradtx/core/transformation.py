@@ -32,6 +32,8 @@ InitFn = Callable[[PyTree, "Info | None"], Any]
 UpdateFn = Callable[..., tuple[PyTree, Any]]
 SettleFn = Callable[[Any, Any, "Settlement"], Any]
 ConcludeFn = Callable[[Any, Array], Any]
+TellsFn = Callable[[Sequence[Any], Any], Sequence[bool]]
+EncodeFn = Callable[[Sequence[Any]], "list[Payload]"]
 
 
 class EmptyState(NamedTuple):
@@ -48,6 +50,8 @@ class Progress:
     """How far a step has come; an exchange writes here.
 
     Attributes:
+        divisor: what `unscale` has left to error feedback to divide gradients by; None for one.
+        shown: values that are not all finite if what a part has read was not; see `tells`.
         sent: this rank has begun to talk to the others.
         finite: the gradients of all ranks were finite as they arrived, as far as known.
         absent: for each leaf, whether no rank has a gradient for it, as far as known.
@@ -64,6 +68,8 @@ class Progress:
     """
 
     def __init__(self) -> None:
+        self.divisor: float | None = None
+        self.shown: list[Array] = []
         self.sent = False
         self.finite: Any = True
         self.absent: tuple[bool, ...] = ()
@@ -115,6 +121,7 @@ class Context:
         over: the gradients, where results may be written over them; empty where not.
         joins: whether what error feedback sends arrives at the exchange as it is, so that several
             leaves may be one payload.
+        defers: whether error feedback, which comes next, is to divide by the loss scale.
         pool: where the buffers of residuals come from, if the state has an owner that looks after
             them; None for new ones.
         progress: how far the step has come.
@@ -131,6 +138,7 @@ class Context:
     share: Share | None = field(default=None, compare=False)
     over: Sequence[Any] = field(default=(), compare=False)
     joins: bool = False
+    defers: bool = False
     pool: Any = field(default=None, compare=False)
     progress: Progress = field(default_factory=Progress, compare=False)
 
@@ -195,10 +203,15 @@ class Transformation:
         conclude: ``conclude(state, taken) -> state``, called once the gate to the right has
             decided, with the 0-d bool of all ranks that says whether the step is taken.
         code: ``code(local) -> str``, the expression that makes it; by default the stage's call.
-        encode_leaf: ``encode_leaf(leaf) -> payload``: of a compressor that keeps no state and
-            treats each leaf alone, all that `update` does.
+        encoders: of a compressor that keeps no state and treats each leaf alone, all that `update`
+            does: functions ``encode(leaves) -> payloads``, one after the other.
         encode_joined: ``encode_joined(flat, sizes) -> payload``: the same for many leaves, one
             after the other, as one payload.
+        shows: of a compressor with encoders: an infinity or a NaN of a leaf is among the values of
+            the payload that the first of them makes.
+        divides: of what stands first in a gate: whether it divides by `Progress.divisor`.
+        tells: ``tells(leaves, state) -> bools``: of which leaves `update` adds such values to
+            `Progress.shown`, so that the leaves need not be judged.
     """
 
     _needs_chain = False
@@ -214,12 +227,17 @@ class Transformation:
         settle: SettleFn | None = None,
         conclude: ConcludeFn | None = None,
         code: Callable[[bool], str] | None = None,
-        encode_leaf: Callable[[Any], Payload] | None = None,
+        encoders: tuple[EncodeFn, ...] = (),
         encode_joined: Callable[..., Payload] | None = None,
+        shows: bool = False,
+        divides: bool = False,
+        tells: TellsFn | None = None,
     ) -> None:
         self.stage = stage
-        self.encode_leaf: Any = encode_leaf
+        self.encoders = encoders
         self.encode_joined: Any = encode_joined
+        self.shows, self.divides = shows, divides
+        self.tells: TellsFn = tells or (lambda leaves, state: [False] * len(leaves))
         self.stages = (stage,) if stages is None else stages
         self.parts = parts
         self.settle: SettleFn = settle or (lambda before, state, settlement: state)

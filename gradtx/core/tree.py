@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import optree
@@ -25,11 +28,17 @@ from gradtx.backends.registry import (
     is_jax_node,
     register_node,
 )
-from gradtx.core.payload import Payload
+from gradtx.core.payload import Parts, Payload
+
+_SHAPE, _DTYPE, _LAYOUT, _REQUIRES_GRAD = map(
+    attrgetter, ("shape", "dtype", "layout", "requires_grad")
+)
 
 Array: TypeAlias = Any
 PyTree: TypeAlias = Any
 
+SMALL = 4096
+"""Values of a leaf; a call for each costs more than what it does to so few."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -45,12 +54,53 @@ def widen(leaf: Array) -> Array:
     return leaf if dtype == "float32" else ops.cast(leaf, accumulation_dtype(dtype))
 
 
+def widen_all(leaves: Sequence[Array]) -> list[Array]:
+    """`widen` of each leaf."""
+    if all_tensors(leaves) and set(map(_DTYPE, leaves)) <= {torch.float32, torch.float64}:
+        return list(leaves)
+    return [widen(leaf) for leaf in leaves]
+
+
 def _is_payload(node: Any) -> bool:
     return isinstance(node, Payload)
 
 
+_expected: ContextVar[Layout | None] = ContextVar("gradtx_expected", default=None)
+
+
+@contextmanager
+def expecting(layout: Layout) -> Iterator[None]:
+    """Makes `flatten` faster in a ``with`` block, for flat dicts with the keys of a layout."""
+    token = _expected.set(layout)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
+def _as_expected(tree: PyTree) -> tuple[list[Any], Any] | None:
+    """What `flatten` gives, if the tree is a flat dict with the keys that are expected."""
+    layout = _expected.get()
+    if layout is None or type(tree) is not dict or list(tree) != layout.inserted:
+        return None
+    leaves = list(map(tree.__getitem__, layout.keys))
+    if any(not issubclass(kind, _LEAVES) for kind in set(map(type, leaves))):
+        return None
+    return leaves, layout.treespec
+
+
+_LEAVES = (torch.Tensor, Payload, type(None))
+
+
+def all_tensors(leaves: Sequence[Any]) -> bool:
+    """Whether all are plain torch tensors: there are then shorter ways than leaf by leaf."""
+    return set(map(type, leaves)) <= {torch.Tensor, torch.nn.Parameter}
+
+
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
     """The leaves (arrays, payloads, None) and the structure, in the order of optree."""
+    if (found := _as_expected(tree)) is not None:
+        return found
     leaves, treespec = optree.tree_flatten(
         tree, _is_payload, none_is_leaf=True, namespace=NAMESPACE
     )
@@ -112,6 +162,9 @@ def unflatten(treespec: Any, leaves: Sequence[Any]) -> PyTree:
 
 def arrays_in(tree: PyTree) -> list[Array]:
     """All arrays of a tree, those within payloads too."""
+    leaves = tree if isinstance(tree, list) else (_as_expected(tree) or [()])[0]
+    if leaves and all_tensors(leaves):
+        return list(leaves)
     return [
         leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if backends.is_array(leaf)
     ]
@@ -265,6 +318,43 @@ class Layout:
         return tuple(ranks)
 
     @cached_property
+    def inserted(self) -> list[Any] | None:
+        """The keys of a flat dict, in its own order; None for any other tree."""
+        if self.treespec is None or self.treespec.num_nodes != len(self.leaves) + 1:
+            return None
+        tree = unflatten(self.treespec, range(len(self.leaves)))
+        return list(tree) if type(tree) is dict else None
+
+    @cached_property
+    def keys(self) -> list[Any]:
+        """The keys of a flat dict, in the order of the leaves."""
+        return list(self.treespec.entries())
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """The shape of each leaf."""
+        return [leaf.shape for leaf in self.leaves]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many values each leaf has."""
+        return [leaf.size for leaf in self.leaves]
+
+    @cached_property
+    def small(self) -> Parts:
+        """The leaves of up to `SMALL` values that are summed in FP32, in path order."""
+        places = [
+            i
+            for i in self.by_path
+            if 0 < self.sizes[i] <= SMALL and self.leaves[i].dtype != "float64"
+        ]
+        return Parts(tuple((i, self.leaves[i].shape or ()) for i in places))
+
+    @cached_property
+    def _torch_dtypes(self) -> list[torch.dtype | None]:
+        return [None if x.dtype is None else getattr(torch, x.dtype) for x in self.leaves]
+
+    @cached_property
     def positions(self) -> Mapping[str, int]:
         """The position of each path."""
         return {leaf.path: i for i, leaf in enumerate(self.leaves)}
@@ -277,11 +367,22 @@ class Layout:
             TypeError: if a leaf is no floating-point array of the dtype it had at init.
         """
         leaves = self.arrange(updates)
+        if self._as_at_init(leaves):
+            return [x.detach() for x in leaves] if any(map(_REQUIRES_GRAD, leaves)) else leaves
         for leaf, spec in zip(leaves, self.leaves, strict=True):
             if leaf is not None:
                 check_leaf(spec.path, leaf)
                 _check_against(leaf, spec)
         return [None if leaf is None else backends.of(leaf).detach(leaf) for leaf in leaves]
+
+    def _as_at_init(self, leaves: Sequence[Any]) -> bool:
+        """Whether all are dense torch tensors of the shapes and dtypes at `init`."""
+        return (
+            all_tensors(leaves)
+            and list(map(_SHAPE, leaves)) == self.shapes
+            and list(map(_DTYPE, leaves)) == self._torch_dtypes
+            and set(map(_LAYOUT, leaves)) <= {torch.strided}
+        )
 
     def arrange(self, tree: PyTree) -> list[Any]:
         """The leaves of a tree in the order of this layout, found by path, as they are.

@@ -14,6 +14,7 @@ import torch
 from gradtx import backends
 from gradtx.core.arguments import check_ratio
 from gradtx.core.combinators import judge
+from gradtx.core.payload import Member
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Exchange, Transformation
 from gradtx.core.tree import Array, Info, PyTree, arrays_in, flatten, unflatten
@@ -314,7 +315,8 @@ class Allreduce(Exchange):
         **extra: Any,
     ) -> tuple[PyTree, AllreduceState]:
         leaves, treespec = flatten(updates)
-        if self._on_jax(arrays_in(leaves) or [state.count]):
+        found = arrays_in([leaf for leaf in leaves if not isinstance(leaf, Member)])
+        if self._on_jax(found or [state.count]):
             out, good = self._over_mesh(leaves, context, finite)
             return unflatten(treespec, out), AllreduceState(state.count + 1, good)
         group = self.group
@@ -335,10 +337,12 @@ class Allreduce(Exchange):
                 meeting.confirm(digest=digest)
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
-        sparse = SparseSums(outgoing, context)
+        sparse = SparseSums(outgoing, context, divisor_of(group.size, self._op))
         totals, flags = exchange(group, outgoing, header, message, buffers, shots, sharded, sparse)
         nowhere = flags.absent_everywhere(group.size)
-        context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
+        context.progress.absent = ()
+        if any(nowhere):
+            context.progress.absent = tuple(nowhere[i] for i in context.layout.path_ranks)
         summed = further_rounds(group.all_reduce, group.size, outgoing, totals)
         context.progress.settled = outgoing.late(summed)
         finite_everywhere = flags.not_finite == 0
@@ -348,7 +352,7 @@ class Allreduce(Exchange):
             finite_everywhere &= share.partial or not nothing_good
         factor = context.progress.factor
         results = results_of(outgoing, totals, summed, group.size, self._op, factor)
-        results |= sparse.results(divisor_of(group.size, self._op), factor)
+        results |= sparse.results(factor)
         kept = outgoing.parts_of(sharded.left_out)
         if factor is not None:
             kept = {i: flat * factor for i, flat in kept.items()}

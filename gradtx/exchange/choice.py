@@ -14,7 +14,7 @@ import optree
 
 from gradtx import backends
 from gradtx.backends.registry import NAMESPACE
-from gradtx.core.payload import Payload, plain
+from gradtx.core.payload import Member, Payload, plain
 from gradtx.exchange.cost import (
     NOTHING,
     Link,
@@ -299,7 +299,8 @@ def _union(payload: Payload, length: int, size: int) -> int:
 
 def forms_of(leaves: Sequence[Any]) -> tuple[Any, Any]:
     """What is the same in all steps whose leaves take the same way."""
-    given: Any = list(leaves)
+    # A `Joined` says which leaves its members are.
+    given: Any = [None if isinstance(leaf, Member) else leaf for leaf in leaves]
     arrays, treespec = optree.tree_flatten(given, namespace=NAMESPACE)
     return treespec, [(x.shape, x.dtype) for x in arrays]
 

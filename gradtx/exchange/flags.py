@@ -44,7 +44,7 @@ class Flags:
         return cls(
             sum(not header.finite for header in headers),
             sum(header.error for header in headers),
-            tuple(map(sum, zip(*(header.absent for header in headers), strict=True))),
+            _counts([header.absent for header in headers]),
             (
                 sum(header.step % STEPS for header in headers),
                 sum((header.step % STEPS) ** 2 for header in headers),
@@ -61,7 +61,16 @@ class Flags:
 
     def absent_everywhere(self, size: int) -> tuple[bool, ...]:
         """Which leaves no rank has a gradient for."""
+        if not any(self.absent):
+            return (False,) * len(self.absent)
         return tuple(count == size for count in self.absent)
+
+
+def _counts(absent: Sequence[tuple[bool, ...]]) -> tuple[int, ...]:
+    """For each leaf, how many ranks have no gradient for it."""
+    if not any(map(any, absent)):
+        return (0,) * len(absent[0])
+    return tuple(map(sum, zip(*absent, strict=True)))
 
 
 class Slots:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from gradtx.core.errors import RankMismatchError
+from gradtx.core.payload import Payload, with_dense_values
 from gradtx.core.phases import in_phase
 from gradtx.exchange.flags import Flags
 from gradtx.exchange.group import Group
 from gradtx.exchange.handshake import share_error
-from gradtx.exchange.message import Packing
 from gradtx.exchange.outgoing import Outgoing
 from gradtx.exchange.plan import add_payload
 from gradtx.exchange.root import Root
@@ -88,6 +88,10 @@ def exchange(
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor, sparse: SparseSums
 ) -> tuple[dict[int, torch.Tensor], Flags]:
+    if outgoing.kept:
+        totals: dict[int, torch.Tensor] = {}
+        _add_up([(header, outgoing.packing.own)], outgoing, totals, sparse, last=True)
+        return totals, Flags.of([header])
     leaves, root = outgoing.sizes.leaves, outgoing.through_root
 
     def nbytes(counts: Sequence[int]) -> int:
@@ -116,33 +120,39 @@ def _added(
 ) -> tuple[list[Header], dict[int, torch.Tensor]]:
     """The headers of all ranks; and the sums of their payloads, none if a rank has failed."""
     found = []
-    for data, counts in received:
+    for rank, (data, counts) in enumerate(received):
         packing = outgoing.packing_of(counts)
         other, segments = decode_message(
             data, outgoing.sizes.leaves, packing.sizes, header.fingerprint
         )
-        found.append((other, packing, segments))
-    headers = [other for other, _, _ in found]
+        known = rank == group.rank and outgoing.all_sparse
+        read = outgoing.packing.own if known else partial(packing.decode, segments)
+        found.append((other, read))
+    headers = [other for other, _ in found]
     totals: dict[int, torch.Tensor] = {}
     if any(other.error for other in headers):
         return headers, totals
     check_steps(header, headers, group.rank)
     for first in range(0, len(found), _AT_ONCE):
-        _add_up(found[first : first + _AT_ONCE], outgoing, totals, sparse)
+        some = found[first : first + _AT_ONCE]
+        _add_up(some, outgoing, totals, sparse, last=first + _AT_ONCE >= len(found))
     return headers, totals
 
 
 def _add_up(
-    received: Sequence[tuple[Header, Packing, list[torch.Tensor]]],
+    received: Sequence[tuple[Header, Callable[[], list[Payload]]]],
     outgoing: Outgoing,
     totals: dict[int, torch.Tensor],
     sparse: SparseSums | None,
+    *,
+    last: bool,
 ) -> None:
     """Adds the messages of some ranks to the sums, leaf by leaf: what is added to stays cached."""
-    absent = [outgoing.absent_in(header) for header, _, _ in received]
-    found = zip(*(packing.decode(segments) for _, packing, segments in received), strict=True)
+    absent = [outgoing.absent_in(header) for header, _ in received]
+    sent = [with_dense_values(read()) for _, read in received]
+    found = zip(*sent, strict=True)
     for [place, *_], payloads in zip(outgoing.places, found, strict=True):
-        if sparse is None or not sparse.add(payloads, place, absent):
+        if sparse is None or not sparse.add(payloads, place, absent, last=last):
             for payload, gone in zip(payloads, absent, strict=True):
                 add_payload(totals, payload, outgoing, place, gone.__contains__)
 

@@ -74,6 +74,10 @@ class Packing:
         self._counts = [self._fields[i].array.numel() for i in self._index]
         self._universes = [self._fields[i].universe or 0 for i in self._index]
 
+    def own(self) -> list[Payload]:
+        """The payloads that were given."""
+        return self._payloads
+
     @property
     def sizes(self) -> list[int]:
         """The size of each segment in bytes."""

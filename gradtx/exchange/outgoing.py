@@ -205,11 +205,23 @@ class Outgoing(Plan):
             self.through_root,
         )
 
+    @cached_property
+    def all_sparse(self) -> bool:
+        """Whether all that is gathered is sparse: nothing is written to it when it is added up."""
+        return all(payload.entries() is not None for payload in self.packing.own())
+
+    @property
+    def kept(self) -> bool:
+        """Whether what is gathered is read by this rank alone, which has it."""
+        return self._size == 1 and self.all_sparse
+
     @in_phase("encode")
     def message(self, header: Header) -> torch.Tensor | None:
-        """The gathered message, or None if nothing is gathered."""
+        """The gathered message, or None if nothing is gathered; empty if nobody reads it."""
         if not self.payloads:
             return None
+        if self.kept:
+            return torch.empty(0, dtype=torch.uint8)
         segments = self.packing.encode()
         return encode_message(header, segments, segments[0].device)
 

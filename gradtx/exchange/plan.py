@@ -79,7 +79,9 @@ class Plan:
     ) -> None:
         self.layout = context.layout
         order = context.layout.by_path
-        self.absent = tuple(bool(context.absent) and context.absent[i] for i in order)
+        self.absent = (False,) * len(leaves)
+        if context.absent:
+            self.absent = tuple(context.absent[i] for i in order)
         self.found: dict[int, Payload] = {
             i: leaves[i]
             for i in order
@@ -225,14 +227,11 @@ class Plan:
     @in_phase("apply")
     def shaped(self, leaves: Sequence[Any], results: Mapping[int, Array]) -> list[Any]:
         """The flat results in the shapes of the leaves; None where a leaf is."""
-        return [
-            None if leaf is None else _reshaped(results[i], spec.shape or ())
-            for i, (leaf, spec) in enumerate(zip(leaves, self.layout.leaves, strict=True))
-        ]
-
-
-def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
-    return x if x.shape == shape else backends.of(x).reshape(x, shape)
+        out = [None if leaf is None else results[i] for i, leaf in enumerate(leaves)]
+        for i, (x, shape) in enumerate(zip(out, self.layout.shapes, strict=True)):
+            if x is not None and x.shape != shape:
+                out[i] = backends.of(x).reshape(x, shape or ())
+        return out
 
 
 def add_payload(

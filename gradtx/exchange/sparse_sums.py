@@ -25,12 +25,12 @@ class _Sum:
 
     Attributes:
         total: flat.
-        judged: once it is scaled, the values at all places that ranks have sent.
+        judged: once it is scaled, the values at all places that ranks have sent; None before.
     """
 
     def __init__(self, total: torch.Tensor) -> None:
         self.total, self._sent = total, list[torch.Tensor]()
-        self.judged = total[:0]
+        self.judged: torch.Tensor | None = None
 
     def add(self, values: torch.Tensor, places: torch.Tensor) -> None:
         self.total.scatter_add_(0, places, values.to(self.total.dtype))
@@ -38,13 +38,13 @@ class _Sum:
 
     def scale(self, divisor: int, factor: Any) -> None:
         # All are read before any is written: a place that several ranks have sent comes often.
-        found = [self.total.index_select(0, places) for places in self._sent]
-        for places, values in zip(self._sent, found, strict=True):
-            values /= divisor
-            if factor is not None:
-                values *= factor
-            self.total.scatter_(0, places, values)
-        self.judged = torch.cat([*found, self.judged])
+        places = torch.cat(self._sent) if self._sent else self.total.new_empty(0, dtype=torch.int64)
+        values = self.total.index_select(0, places)
+        values /= divisor
+        if factor is not None:
+            values *= factor
+        self.total.scatter_(0, places, values)
+        self.judged = values
 
 
 class SparseSums:
@@ -54,15 +54,23 @@ class SparseSums:
         plan: of the step.
         context: of the step. Where it says that gradients may be written over, sums take their
             place.
+        divisor: of the sums.
     """
 
-    def __init__(self, plan: Plan, context: Context) -> None:
+    def __init__(self, plan: Plan, context: Context, divisor: int) -> None:
         self._leaves, self._dtype, self._over = plan.layout.leaves, plan.dtype, context.over
+        # What ranks bring unequal parts of is multiplied as well, by what is known in the end.
+        self._divisor, self._equal = divisor, context.share is None
         self._sums: dict[int, _Sum] = {}
         self._parts: dict[int, Parts] = {}
 
     def add(
-        self, payloads: Sequence[Payload], position: int, absent: Sequence[frozenset[int]]
+        self,
+        payloads: Sequence[Payload],
+        position: int,
+        absent: Sequence[frozenset[int]],
+        *,
+        last: bool,
     ) -> bool:
         """Adds what ranks have sent, in their order, if it is sparse; says whether it was.
 
@@ -71,7 +79,10 @@ class SparseSums:
             position: of the (first) leaf.
             absent: for each of these ranks, the positions of the leaves that it has no gradient
                 for.
+            last: whether these are the last ranks: then the sum is divided while it is in the
+                cache.
         """
+        touched: set[int] = set()
         for payload, gone in zip(payloads, absent, strict=True):
             entries = payload.entries()
             if entries is None:
@@ -79,11 +90,13 @@ class SparseSums:
             places, values = entries.indices, dense(entries.values)
             if not isinstance(payload, Joined):
                 self._add(position, values, places, gone)
+                touched.add(position)
                 continue
             pieces = _by_leaf(payload.parts, values, places)
             if not self._of_small(payload.parts):
                 for i, _, own, there in pieces:
                     self._add(i, own, there, gone)
+                    touched.add(i)
                 continue
             if position not in self._sums:
                 dtype = getattr(torch, self._dtype(position))
@@ -94,6 +107,10 @@ class SparseSums:
                 kept = [(own, there + start) for i, start, own, there in pieces if i not in gone]
             for own, there in kept:
                 self._sums[position].add(own, there)
+            touched.add(position)
+        if last and self._equal:
+            for i in touched:
+                self._sums[i].scale(self._divisor, None)
         return True
 
     def _of_small(self, parts: Parts) -> bool:
@@ -116,11 +133,12 @@ class SparseSums:
             return total
         return like.new_zeros(self._leaves[position].size, dtype=dtype)
 
-    def results(self, divisor: int, factor: Any = None) -> dict[int, torch.Tensor]:
+    def results(self, factor: Any = None) -> dict[int, torch.Tensor]:
         """The sums, divided and multiplied, by position of the leaf; call it once."""
         out: dict[int, torch.Tensor] = {}
         for i, found in self._sums.items():
-            found.scale(divisor, factor)
+            if found.judged is None:
+                found.scale(self._divisor, factor)
             if i not in self._parts:
                 out[i] = found.total
                 continue

@@ -10,8 +10,8 @@ import numpy as np
 from gradtx import backends
 from gradtx.core.payload import Payload
 from gradtx.core.stage import Kind, Stage
-from gradtx.core.transformation import EmptyState, Transformation
-from gradtx.core.tree import Array, PyTree, flatten, unflatten, widen
+from gradtx.core.transformation import Context, EmptyState, Transformation
+from gradtx.core.tree import Array, PyTree, flatten, unflatten, widen, widen_all
 
 
 def unscale() -> Transformation:
@@ -49,6 +49,12 @@ def unscale() -> Transformation:
     ) -> tuple[PyTree, EmptyState]:
         scale = _checked(loss_scale)
         leaves, treespec = flatten(updates)
+        context: Context | None = extra.get("context")
+        known = isinstance(scale, (int, float)) and not backends.find(leaves).TRACES
+        if context is not None and context.defers and known:
+            # Each leaf is divided while it is in the cache.
+            context.progress.divisor = None if scale == 1 else scale
+            return updates, state
         return unflatten(treespec, divide_all(leaves, scale, "unscale")), state
 
     return Transformation(Stage("unscale", Kind.UNSCALE, linear=True), None, update)
@@ -82,7 +88,7 @@ def divide_all(leaves: Sequence[Any], scale: Any, name: str) -> list[Any]:
     if backends.is_array(scale) or any(isinstance(leaf, Payload) for leaf in leaves):
         return [leaf if leaf is None else divide(leaf, scale, name) for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    found = backends.find(leaves).divided([widen(leaves[i]) for i in places], scale)
+    found = backends.find(leaves).divided(widen_all([leaves[i] for i in places]), scale)
     for i, leaf in zip(places, found, strict=True):
         out[i] = leaf
     return out

@@ -25,7 +25,7 @@ from compressing import (
     share_lost,
 )
 from gradtx.compressors.cast import cast
-from gradtx.core.cast import FORMATS
+from gradtx.core.cast import FORMATS, Cast, encode_cast, encode_casts
 from gradtx.testing import check_laws, run_ranks
 
 # Half a unit in the last place of one; and half the smallest number, beside the least that the
@@ -230,3 +230,30 @@ def test_topk_prints_its_dtype_and_leaves_nothing_to_compress():
 def test_topk_refuses_other_dtypes(values):
     with pytest.raises(ValueError, match=r"expected 'float32', 'float16', 'bfloat16'"):
         gx.topk(0.01, values=values)
+
+
+@every
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_leaves_cast_together_are_as_each_alone(dtype, wide):
+    values = [
+        normal(n, seed=seed).to(wide) for seed, n in enumerate([40, 40, 7, 0, 0, 40, 300, 300])
+    ]
+    values[1][3], values[5][:] = INF, 0.0
+    values[6] *= 1e-30
+    shapes = [(n.numel(),) for n in values]
+    found = encode_casts(values, shapes, dtype)
+    for flat, shape, payload in zip(values, shapes, found, strict=True):
+        alone = encode_cast(flat, shape, dtype)
+        assert (payload.shape, payload.dtype) == (alone.shape, alone.dtype)
+        assert torch.equal(payload.codes.view(torch.uint8), alone.codes.view(torch.uint8))
+        assert torch.equal(payload.exponents, alone.exponents)
+    for payload, flat in zip(found, Cast.decode_all(found), strict=True):
+        torch.testing.assert_close(flat, payload.decode(), rtol=0, atol=0, equal_nan=True)
+
+
+@every
+def test_what_is_left_is_the_difference(dtype):
+    values = normal(300)
+    payload = encode_cast(values, (300,), dtype)
+    expected = values - payload.decode()
+    assert torch.equal(payload.subtracted_from(values.clone()), expected)

@@ -301,7 +301,7 @@ def test_rank_that_tells_what_cannot_be_is_refused(told, text):
     assert message.numel() == 96
     group = Liar(told)
     shots = TwoShot(group, outgoing, outgoing.shards, header)
-    sharded, sparse = Sharded(group, outgoing.to_owners, header), SparseSums(outgoing, context)
+    sharded, sparse = Sharded(group, outgoing.to_owners, header), SparseSums(outgoing, context, 1)
     with pytest.raises(WireFormatError, match=text):
         exchange(group, outgoing, header, message, [], shots, sharded, sparse)
 

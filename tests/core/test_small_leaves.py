@@ -202,3 +202,24 @@ def test_a_pipeline_gives_what_the_function_gives():
         assert sum(int(x.count_nonzero()) for x in found) <= 2 * sum(
             max(1, round(0.1 * math.prod(shape))) for shape in shapes
         )
+
+
+@pytest.mark.parametrize("scale", [1, 3.0, 1024.0])
+@pytest.mark.parametrize("last", [(), (gx.cast("float16"),)])
+def test_feedback_divides_as_unscale_alone_does(scale, last):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"large": (300, 300), "half": (20, 3), **{f"{i:02}": (7,) for i in range(20)}}
+    kinds = {name: torch.float16 if name == "half" else torch.float32 for name in shapes}
+    plain = gx.chain(gx.topk(0.1), *last, gx.ef(), gx.allreduce())
+    tx, unscale = gx.chain(gx.unscale(), *plain.transformations), gx.unscale()
+    params = {name: torch.zeros(shape, dtype=kinds[name]) for name, shape in shapes.items()}
+    states = [tx.init(params), plain.init(params)]
+    for _ in range(3):
+        grads = {k: torch.randn(s, generator=generator).to(kinds[k]) for k, s in shapes.items()}
+        found, states[0] = tx.update(grads, states[0], loss_scale=scale)
+        wide = {name: grad.float() for name, grad in grads.items()}
+        divided, _ = unscale.update(wide, unscale.init(wide), loss_scale=scale)
+        expected, states[1] = plain.update(divided, states[1])
+        for name, value in found.items():
+            assert torch.equal(value, expected[name].to(kinds[name]))
+            assert torch.equal(states[0].residual[name], states[1].residual[name])

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradtx as gx
-from gradtx.core.tree import LeafSpec, layout_of, map_leaves, parameters_of
+from gradtx.core.tree import (
+    LeafSpec,
+    arrays_in,
+    expecting,
+    flatten,
+    layout_of,
+    map_leaves,
+    parameters_of,
+)
 
 
 class Affine(NamedTuple):
@@ -436,3 +444,47 @@ def test_torch_beside_jax_is_refused_at_once():
     jnp = pytest.importorskip("jax.numpy")
     with pytest.raises(TypeError, match="some leaves are torch tensors and some JAX arrays"):
         layout_of({"a": torch.ones(2), "b": jnp.ones(2)})
+
+
+EXPECTED = {"b": torch.zeros(2), "a": torch.zeros(3), "c": None}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        EXPECTED,
+        dict(sorted(EXPECTED.items())),
+        OrderedDict(EXPECTED),
+        {**EXPECTED, "a": [torch.ones(1)]},
+        {**EXPECTED, "a": {"x": torch.ones(1)}},
+        {"b": torch.zeros(2)},
+        {**EXPECTED, "d": torch.zeros(1)},
+        list(EXPECTED.values()),
+        {},
+        torch.zeros(2),
+        None,
+    ],
+)
+@pytest.mark.parametrize("expected", [EXPECTED, {"x": EXPECTED}, [torch.zeros(1)], {}])
+def test_an_expected_structure_makes_no_difference(tree, expected):
+    leaves, treespec = flatten(tree)
+    arrays = arrays_in(tree)
+    with expecting(layout_of(expected)):
+        found, spec = flatten(tree)
+        again = arrays_in(tree)
+    assert list(map(id, found)) == list(map(id, leaves))
+    assert list(map(id, again)) == list(map(id, arrays))
+    assert spec == treespec
+    back = optree.tree_unflatten(spec, leaves)
+    assert type(back) is type(tree)
+    if isinstance(tree, dict):
+        assert list(back) == list(tree)
+
+
+def test_results_have_the_keys_in_the_order_of_the_gradients():
+    tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce())
+    params = {"b": torch.ones(2), "a": torch.ones(2)}
+    state = tx.init(params)
+    for grads in (params, dict(sorted(params.items())), OrderedDict(params)):
+        updates, state = tx.update(grads, state)
+        assert (type(updates), list(updates)) == (type(grads), list(grads))
