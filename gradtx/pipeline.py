@@ -95,7 +95,6 @@ class Pipeline:
             falling below one (or what it began with).
         max_skips: how many bad steps in a row are borne, at least 1: with one more, something is
             wrong that a smaller loss scale does not mend. None bears all.
-
         overlap: whether gradients go out, some leaves at a time, as soon as the backward pass has
             them, while it goes on to others. The result is the same. Each backward pass is then
             followed by one `sync`; where gradients of several are added up in ``.grad``, all but
@@ -112,7 +111,8 @@ class Pipeline:
             no exchange (GX405).
         ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`, or a
             `dynamic_loss_scale` as well; if there is either and the exchange is delayed: the next
-            loss scale cannot wait for its verdict.
+            loss scale cannot wait for its verdict. With overlap, if a stage before the exchange
+            looks at all leaves together, or the loss scale is known only to `sync`.
         TypeError: if a parameter is no floating-point tensor, the scaler no GradScaler, or the
             exchange one over a JAX mesh.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
