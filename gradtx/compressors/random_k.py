@@ -54,6 +54,10 @@ class Placed(Sparse):
         """Refuses: there are none left to compress."""
         raise TypeError(f"{self!r} has no values left to compress")
 
+    def decoded_values(self, values: Any) -> Payload:
+        """The same at these places."""
+        return Placed(values, self.indices, self.shape, self.dtype)
+
 
 def random_k(
     ratio: float | Schedule,

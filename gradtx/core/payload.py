@@ -184,6 +184,10 @@ class Payload:
         """This payload with its float child replaced, by an array or a further payload."""
         raise TypeError(f"{type(self).__name__} has no values left to compress")
 
+    def decoded_values(self, values: Any) -> Payload:
+        """This payload with its values, which were a payload, as an array."""
+        return self.with_values(values)
+
 
 def register_payload(cls: type[Payload]) -> type[Payload]:
     """Registers a payload class as a pytree node (use it as a class decorator)."""
@@ -210,7 +214,7 @@ def with_dense_values(payloads: Sequence[Payload]) -> list[Payload]:
     for cls, places in found.items():
         decoded = cls.decode_all([values_of(payloads[i]) for i in places])
         for i, values in zip(places, decoded, strict=True):
-            out[i] = payloads[i].with_values(values)
+            out[i] = payloads[i].decoded_values(values)
     return out
 
 

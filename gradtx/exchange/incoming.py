@@ -120,14 +120,13 @@ def _added(
 ) -> tuple[list[Header], dict[int, torch.Tensor]]:
     """The headers of all ranks; and the sums of their payloads, none if a rank has failed."""
     found = []
-    for rank, (data, counts) in enumerate(received):
+    for data, counts in received:
         packing = outgoing.packing_of(counts)
         other, segments = decode_message(
             data, outgoing.sizes.leaves, packing.sizes, header.fingerprint
         )
-        known = rank == group.rank and outgoing.all_sparse
-        read = outgoing.packing.own if known else partial(packing.decode, segments)
-        found.append((other, read))
+        # This rank's own too: all ranks add up what these bytes stand for.
+        found.append((other, partial(packing.decode, segments)))
     headers = [other for other, _ in found]
     totals: dict[int, torch.Tensor] = {}
     if any(other.error for other in headers):

@@ -206,14 +206,11 @@ class Outgoing(Plan):
         )
 
     @cached_property
-    def all_sparse(self) -> bool:
-        """Whether all that is gathered is sparse: nothing is written to it when it is added up."""
-        return all(payload.entries() is not None for payload in self.packing.own())
-
-    @property
     def kept(self) -> bool:
-        """Whether what is gathered is read by this rank alone, which has it."""
-        return self._size == 1 and self.all_sparse
+        """Whether what is gathered is read by this rank alone, which has it; and only read."""
+        if self._size > 1:
+            return False
+        return all(payload.entries() is not None for payload in self.packing.own())
 
     @in_phase("encode")
     def message(self, header: Header) -> torch.Tensor | None:
