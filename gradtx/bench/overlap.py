@@ -21,7 +21,7 @@ CHAINS = (
     "chain(cast('float16'), ef(), allreduce())",
     "chain(topk(0.01, values='float16'), ef(), allreduce())",
 )
-MOST = 4096  # rows of a batch
+MOST = 1 << 14  # rows of a batch
 WARM_UP = 2
 STEPS = ("warming up", "finding a batch")
 
