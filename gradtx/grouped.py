@@ -100,27 +100,27 @@ class Grouped:
         self._front.overwrites = tx.overwrites
         self._widens = widens or exchange + 1 < len(tx.transformations)
         self._groups = [
-            Group(places, self._front.init(self._tree(self._leaves, places), info))
+            Group(places, self._front.init(self._parameters(places), info))
             for places in partition(self._leaves, order)
         ]
-        self._levels: Levels = []
+        self._group_of = {i: group for group in self._groups for i in group.places}
         self._background = Background()
         self._lock = threading.RLock()
         self._paused = False
         self.trial = trial
         self._layout = state.layout
-        group = self._front.groups[0]
-        self._rank, self._size, self._sent = group.rank, group.size, group.sent
+        self._ranks = self._front.groups[0]
+        self._sent = self._ranks.sent
         self._begin()
         self._take_up(state)
         self._unhook = weakref.finalize(self, _remove, _hooked(self, self._leaves))
 
-    def _tree(self, leaves: Sequence[Any], places: Sequence[int]) -> PyTree:
-        """A tree with some of the leaves, and None for the others."""
-        here = set(places)
-        return unflatten(
-            self._treespec, [leaf if i in here else None for i, leaf in enumerate(leaves)]
-        )
+    def _tree(self, leaves: Mapping[int, Any]) -> PyTree:
+        """A tree with some leaves, by position, and None for the others."""
+        return unflatten(self._treespec, [leaves.get(i) for i in range(len(self._leaves))])
+
+    def _parameters(self, places: Sequence[int]) -> PyTree:
+        return self._tree({i: self._leaves[i] for i in places})
 
     def _begin(self) -> None:
         """Begins a step: nothing has gone out."""
@@ -153,7 +153,9 @@ class Grouped:
         for group in self._groups:
             own = flatten_state(group.state)
             group.state = restored(group.state, {key: saved[key] for key in own})
-        self._levels = list(_behind(self._tx.core, state.states))
+        behind = list(_behind(self._tx.core, state.states))
+        self._behind = [parts for parts, _ in behind]
+        self._levels: Levels = [states for _, states in behind]
 
     def arrived(self, place: int) -> None:
         """Says that the backward pass has given the gradient of a leaf.
@@ -164,7 +166,7 @@ class Grouped:
         with self._lock:
             if self._paused or not self.trial.on:
                 return
-            group = next(group for group in self._groups if place in group.places)
+            group = self._group_of[place]
             if place not in group.waiting:
                 raise RuntimeError(
                     "a second backward pass before sync(), with overlap=True: gradients of the "
@@ -178,21 +180,21 @@ class Grouped:
                     break
                 if not self._jobs:
                     self._went_with = self._known()
-                self._send(following, [self._gradient(x) for x in self._leaves], self._went_with)
+                there = {i: self._leaves[i].grad for i in following.places}
+                self._send(following, there, self._went_with)
 
-    def _gradient(self, leaf: Any) -> Any:
-        return None if leaf is None or leaf.grad is None else leaf.grad.detach()
-
-    def _send(self, group: Group, gradients: Sequence[Any], extra: Extra) -> None:
+    def _send(self, group: Group, gradients: Mapping[int, Any], extra: Extra) -> None:
+        """Begins a group with its gradients, by position."""
+        found = {i: None if x is None else x.detach() for i, x in gradients.items()}
         if self._widens:
-            gradients = [x if x is None else widen(x) for x in gradients]
-        tree = self._tree(gradients, group.places)
+            found = {i: None if x is None else widen(x) for i, x in found.items()}
+        tree = self._tree(found)
         self._jobs.append(self._background.submit(lambda: self._through(group, tree, extra)))
 
     def _through(self, group: Group, gradients: PyTree, extra: Extra) -> Done:
         """In the background: one group up to the exchange."""
         start = time.perf_counter()
-        params = self._tree(self._leaves, group.places)
+        params = self._parameters(group.places)
         with torch.no_grad():
             updates, state = self._front.update(
                 gradients, group.state, params, pool=group.pool, **extra
@@ -212,7 +214,7 @@ class Grouped:
                 raise error
             leaves = flatten(gradients)[0]
             for group in self._groups[len(self._jobs) :]:
-                self._send(group, leaves, extra)
+                self._send(group, {i: leaves[i] for i in group.places}, extra)
         return self._finished(extra)
 
     def fail(self, error: Exception) -> None:
@@ -243,7 +245,7 @@ class Grouped:
         self._begin()
         seconds = sum(each.seconds for each in done)
         self.trial.note(time.perf_counter())
-        before, self._sent = self._sent, self._front.groups[0].sent
+        before, self._sent = self._sent, self._ranks.sent
         hidden = max(0.0, seconds - waited)
         return replace(outcome, sent=self._sent - before, seconds=seconds, hidden=hidden)
 
@@ -265,7 +267,7 @@ class Grouped:
             ready = False
             updates = [x if x is None else torch.zeros_like(x) for x in updates]
             news = [
-                replaced(new, undone(self._front.core, old.states, new.states))
+                new._replace(states=undone(self._front.core, old.states, new.states))
                 for old, new in pairs
             ]
         self._levels = levels
@@ -283,21 +285,21 @@ class Grouped:
             torch.zeros_like(widen(like)) if x is None and like is not None else x
             for x, like in zip(updates, self._leaves, strict=True)
         ]
-        layout = self._layout
-        context = replace(
-            self._tx.context(ChainState(layout, ())), rank=self._rank, size=self._size
-        )
+        context = self._tx.context(ChainState(self._layout, ()))
+        context = replace(context, rank=self._ranks.rank, size=self._ranks.size)
         given: Extra = {**extra, "context": context, "finite": torch.tensor(True)}
         tree, levels, bad = unflatten(self._treespec, zeros), [], False
         with torch.no_grad():
-            for parts, states in zip(_parts_behind(self._tx.core), self._levels, strict=True):
+            for parts, states in zip(self._behind, self._levels, strict=True):
                 before = [s.total_notfinite for s in states if hasattr(s, "total_notfinite")]
                 tree, new = run(parts, tree, states, self._params, given)
                 after = [s.total_notfinite for s in new if hasattr(s, "total_notfinite")]
                 bad |= any(int(x) > int(y) for x, y in zip(after, before, strict=True))
                 levels.append(tuple(new))
             out = flatten(tree)[0]
-            if not bad and not bool(judge(tree, context)):
+            # As the gate around the exchange does, if there is one.
+            gated = len(self._levels) > 1
+            if gated and not bad and not bool(judge(tree, context)):
                 return out, self._levels, True
         kept = [None if x is None else y for x, y in zip(updates, out, strict=True)]
         return kept, levels, bad
@@ -313,7 +315,7 @@ class Grouped:
     def _flushed(self, group: Group, extra: Extra) -> Done:
         start = time.perf_counter()
         with torch.no_grad():
-            params = self._tree(self._leaves, group.places)
+            params = self._parameters(group.places)
             updates, state = self._front.flush(group.state, params, **extra)
         return Done(flatten(updates)[0], state, time.perf_counter() - start)
 
@@ -427,30 +429,22 @@ def _exchanges(part: Transformation) -> bool:
     return part.stage.kind is Kind.EXCHANGE
 
 
-def _parts_behind(parts: Sequence[Transformation]) -> Iterator[Sequence[Transformation]]:
-    """What stands to the right of the exchange, inside the innermost combinator first."""
-    for i, part in enumerate(parts):
-        if _exchanges(part):
-            if not isinstance(part, Exchange):
-                yield from _parts_behind(part.parts)
-            yield parts[i + 1 :]
-            return
-
-
-def _behind(parts: Sequence[Transformation], states: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """The states of these."""
+def _behind(
+    parts: Sequence[Transformation], states: Sequence[Any]
+) -> Iterator[tuple[Sequence[Transformation], tuple[Any, ...]]]:
+    """What stands to the right of the exchange, and its states, the innermost combinator first."""
     for i, (part, state) in enumerate(zip(parts, states, strict=True)):
         if _exchanges(part):
             if not isinstance(part, Exchange):
                 yield from _behind(part.parts, state.inner_states)
-            yield tuple(states[i + 1 :])
+            yield parts[i + 1 :], tuple(states[i + 1 :])
             return
 
 
 def _with_behind(
     parts: Sequence[Transformation], states: Sequence[Any], levels: Levels
 ) -> tuple[Any, ...]:
-    """The inverse: states with other ones behind the exchange."""
+    """The states with others behind the exchange."""
     for i, (part, state) in enumerate(zip(parts, states, strict=True)):
         if _exchanges(part):
             *inside, here = levels
@@ -482,11 +476,6 @@ def undone(
                 state = state._replace(ready=torch.tensor(False), clean=torch.tensor(False))
             out.append(state)
     return tuple(out)
-
-
-def replaced(state: ChainState, states: tuple[Any, ...]) -> ChainState:
-    """A chain's state with other states of its parts."""
-    return ChainState(state.layout, states)
 
 
 def restored(state: ChainState, saved: Mapping[str, Any]) -> ChainState:

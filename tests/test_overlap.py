@@ -16,6 +16,8 @@ from ranks import gloo_ranks
 
 CHAINS = {
     "dense": [gx.allreduce()],
+    "dense, scaled": [gx.allreduce(), gx.scale(0.5)],
+    "dense, clip behind": [gx.allreduce(), gx.clip_by_global_norm(0.1)],
     "topk": [gx.skip_bn(), gx.topk(0.1), gx.ef(), gx.allreduce()],
     "random": [gx.random_k(0.2), gx.ef(), gx.allreduce()],
     "cast": [gx.cast("float16"), gx.ef(), gx.allreduce()],
@@ -27,6 +29,8 @@ CHAINS = {
     "accumulate": [gx.accumulate(2), gx.topk(0.1), gx.ef(), gx.allreduce()],
     "accumulate, scaled": [gx.accumulate(3), gx.topk(0.1), gx.ef(), gx.allreduce(), gx.scale(2.0)],
 }
+
+UNGATED = ("dense", "dense, scaled")  # What is stateless and linear hands on what is not finite.
 
 
 class Net(torch.nn.Module):
@@ -114,7 +118,8 @@ def same(one, other, exact):
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_result_is_that_without(name):
     """Bit for bit; checkpoints too, and bad steps on some rank in some leaf leave no trace."""
-    bad = [] if name == "dense" else [(1, 3, 0), (0, 6, 5)]  # In the last group, and the first.
+    # In the last group, and the first.
+    bad = [] if name in UNGATED else [(1, 3, 0), (0, 6, 5)]
     ranks = gloo_ranks(2, compared, name, bad)
     for (weights, saved, _, reports), (w, s, again, r) in ranks:
         same(weights, w, exact=True)
@@ -123,6 +128,29 @@ def test_the_result_is_that_without(name):
         assert reports == r
         assert sum(skipped for _, skipped in reports) == (2 if bad else 0)
     same(ranks[0][1][0], ranks[1][1][0], exact=False)
+
+
+def handed_on(rank, name):
+    """The gradients of one step that is not finite in one leaf, without and with overlap."""
+    out = []
+    for overlap in (False, True):
+        grouped._LEAST, net = 1000, Net()
+        pipe = gx.Pipeline(gx.chain(*CHAINS[name]), net, overlap=overlap)
+        net.layers[3].weight.register_hook(lambda g: g * math.inf)
+        backward(net, 1.0 + rank)
+        report = pipe.sync()
+        out.append(({k: p.grad for k, p in net.named_parameters()}, report.ready, report.skipped))
+        pipe.close()
+    return out
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_what_is_not_gated_hands_on_what_is_not_finite(name):
+    for (plain, *said), (late, *told) in gloo_ranks(2, handed_on, name):
+        assert said == told == [True, False]
+        assert not late["layers.3.weight"].isfinite().all()
+        for path, x in plain.items():
+            torch.testing.assert_close(x, late[path], rtol=0, atol=0, equal_nan=True)
 
 
 def masters(rank):

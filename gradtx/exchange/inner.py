@@ -114,7 +114,7 @@ class Inner(Gate, Enclosing):
         self._check()
         rank, size = self.exchange.ranks(arrays_in(updates) or arrays_in(state))
         own = replace(self._own(context), rank=rank, size=size)
-        meeting = context.progress.meetings[id(self)] = Meeting(self, own)
+        meeting = context.progress.meetings[id(self)] = Meeting(self.exchange, own)
         reduced, after = self.exchange.step(
             updates, state.exchange, params, context=own, finite=finite
         )
@@ -180,18 +180,18 @@ class Meeting:
     so, and where one that has failed since they met tells the others.
 
     Args:
-        inner: where they meet.
-        context: of the exchange inside.
+        exchange: the one inside.
+        context: of that.
 
     Attributes:
         met: what they have brought is together.
         confirmed: all have heard from all.
     """
 
-    def __init__(self, inner: Inner, context: Context) -> None:
+    def __init__(self, exchange: Exchange, context: Context) -> None:
         self.context = context
         self.met = self.confirmed = False
-        self._exchange = inner.exchange
+        self._exchange = exchange
 
     def confirm(self, error: Exception | None = None, digest: int = 0) -> None:
         """Says that this rank is ready, or has failed, and hears of the others.
