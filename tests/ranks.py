@@ -62,6 +62,15 @@ def gloo_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
         return _collect(workers, time.monotonic() + timeout)
 
 
+def outcome(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call raises, as type and text; or "fine"."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "fine"
+
+
 def in_network_namespace(fn: Callable[[], Any], timeout: float = 120.0) -> Any:
     """Calls a function in a process whose loopback interface carries only what it sends.
 

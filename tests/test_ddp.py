@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradtx as gx
 from gradtx.bench.digits import network
 from gradtx.checkpoint import flatten_state
-from ranks import gloo_ranks, spied
+from ranks import gloo_ranks, outcome, spied
 
 MISSION = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.1), gx.ef(), gx.allreduce())
 PLAIN = gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce())
@@ -60,15 +60,6 @@ def in_ddp(tx, model, scaler=None, **options):
 
 def a_scaler():
     return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-
-
-def outcome(fn, *args, **kwargs):
-    """What a call raises, as type and text; or "fine"."""
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "fine"
 
 
 def parameters(model):

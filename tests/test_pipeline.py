@@ -10,7 +10,7 @@ import gradtx as gx
 from gradtx.checkpoint import flatten_state
 from gradtx.exchange.group import find_group
 from gradtx.testing import run_ranks
-from ranks import gloo_ranks, spied
+from ranks import gloo_ranks, outcome, spied
 
 MISSION = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.1), gx.ef(), gx.allreduce())
 PLAIN = gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce())
@@ -67,15 +67,6 @@ def gradients(model):
 
 def residuals(pipe):
     return {k: v.tolist() for k, v in flatten_state(pipe.state).items() if "residual" in k}
-
-
-def outcome(fn, *args, **kwargs):
-    """What a call raises, as type and text; or "fine"."""
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "fine"
 
 
 class Rank:

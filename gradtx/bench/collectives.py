@@ -29,8 +29,7 @@ from torch.multiprocessing.spawn import ProcessException
 import gradtx as gx
 from gradtx.bench.arguments import whole_number
 from gradtx.bench.peers import ring_nbytes
-from gradtx.bench.progress import progress
-from gradtx.bench.ranks import BURST, Place, add_place_arguments, find_place, in_bits, told_by
+from gradtx.bench.ranks import BURST, Place, add_place_arguments, find_place, in_bits, results_of
 from gradtx.bench.tables import print_table
 from gradtx.exchange.group import find_group
 from gradtx.files import file_to_write
@@ -255,14 +254,9 @@ def complain(error: object, status: int) -> int:
 
 def report(place: Place, args: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the file; gives the exit status."""
-    samples: list[Sample] = []
-    with progress(len(COLLECTIVES) * len(SIZES)) as show:
-        for message in told_by(place, probe, args.repeats, args.largest):
-            if isinstance(message, str):
-                show(message)
-            else:
-                samples = message
-    if not place.speaks:
+    steps = len(COLLECTIVES) * len(SIZES)
+    samples: list[Sample] | None = results_of(place, steps, probe, args.repeats, args.largest)
+    if samples is None:
         return 0
     kept = [x for x in samples if place.rate is None or x.wire_bytes not in HIDDEN]
     found = fit(kept)

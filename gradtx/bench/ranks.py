@@ -25,6 +25,7 @@ import torch.distributed as dist
 from gradtx.bench import link
 from gradtx.bench.arguments import whole_number
 from gradtx.bench.processes import messages_of
+from gradtx.bench.progress import progress
 
 USUAL_RANKS = 2
 USUAL_LINK = "1gbit"
@@ -184,6 +185,34 @@ def told_by(place: Place, work: Work, *arguments: Any) -> Generator[Any, None, N
         given = (place, hosts, store, work, arguments)
         with closing(messages_of(_rank_main, given, place.ranks, place.limit)) as messages:
             yield from messages
+
+
+def results_of(place: Place, steps: int, work: Work, *arguments: Any) -> Any:
+    """Runs a generator on every rank, shows the texts that rank 0 yields, and gives what is none.
+
+    Args:
+        place: where.
+        steps: how many texts there will be.
+        work: as for `told_by`; what it yields last are its results.
+        arguments: for it.
+
+    Returns:
+        The results; None on other ranks of a launcher.
+
+    Raises:
+        RuntimeError: if there are none.
+        Exception: as `told_by`.
+    """
+    results = None
+    with progress(steps) as show:
+        for message in told_by(place, work, *arguments):
+            if isinstance(message, str):
+                show(message)
+            else:
+                results = message
+    if results is None and place.speaks:
+        raise RuntimeError("the ranks have ended without results")
+    return results
 
 
 @contextmanager

@@ -39,8 +39,7 @@ from gradtx.bench.arguments import chain_from, whole_number
 from gradtx.bench.bars import draw
 from gradtx.bench.peers import PEERS
 from gradtx.bench.plot import check_plot
-from gradtx.bench.progress import progress
-from gradtx.bench.ranks import Place, add_place_arguments, find_place, in_bits, told_by
+from gradtx.bench.ranks import Place, add_place_arguments, find_place, in_bits, results_of
 from gradtx.bench.rounds import ChainMethod, Measured, Plan, Results, measure
 from gradtx.bench.shapes import MODELS, described, shapes_of
 from gradtx.bench.tables import print_table
@@ -307,17 +306,9 @@ def _checked(code: str) -> str:
 
 def report(plan: Plan, place: Place, args: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the files; gives the exit status."""
-    results: Results | None = None
-    with progress(plan.steps) as show:
-        for message in told_by(place, measure, plan):
-            if isinstance(message, str):
-                show(message)
-            else:
-                results = message
-    if not place.speaks:
-        return 0
+    results: Results | None = results_of(place, plan.steps, measure, plan)
     if results is None:
-        raise RuntimeError("the ranks have ended without results")
+        return 0
     values = sum(torch.Size(shape).numel() for shape in shapes_of(plan.model))
     link = results.link.bandwidth if results.link is not None else (place.rate or 0.0) / 8
     rows = summarise(results, values, link)
@@ -362,17 +353,11 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 def report_overlap(codes: tuple[str, ...], place: Place, args: argparse.Namespace) -> int:
     """Measures what a backward pass hides, prints, and writes the file; gives the exit status."""
     rounds = args.rounds or ROUNDS
-    found: list[overlap.Hidden] | None = None
-    with progress(overlap.steps(codes, rounds)) as show:
-        for message in told_by(place, overlap.measure, codes, args.model, rounds):
-            if isinstance(message, str):
-                show(message)
-            else:
-                found = message
-    if not place.speaks:
-        return 0
+    found: list[overlap.Hidden] | None = results_of(
+        place, overlap.steps(codes, rounds), overlap.measure, codes, args.model, rounds
+    )
     if found is None:
-        raise RuntimeError("the ranks have ended without results")
+        return 0
     lines = [
         [
             each.name,

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from gradtx.__main__ import main
-from gradtx.bench import collectives
+from gradtx.bench import collectives, ranks
 from gradtx.bench.collectives import SIZES, Fit, Sample, fit
 from gradtx.exchange.group import find_group
 from gradtx.testing import run_ranks
@@ -121,7 +121,7 @@ def test_messages_that_a_burst_hides_are_left_out(monkeypatch, capsys):
     hidden = [
         Sample(x.collective, x.nbytes, 2, 1e-4) if 4096 < x.nbytes < 2**20 else x for x in found
     ]
-    monkeypatch.setattr(collectives, "told_by", lambda *given: iter([hidden]))
+    monkeypatch.setattr(ranks, "told_by", lambda *given: iter([hidden]))
     place = collectives.Place(2, 8e6)
     monkeypatch.setattr(collectives, "find_place", lambda args: place)
     assert main(COMMAND) == 0
@@ -157,7 +157,7 @@ def test_failures_are_one_line(monkeypatch, capsys, error, status, message):
         yield "under way"
         raise error
 
-    monkeypatch.setattr(collectives, "told_by", told_by)
+    monkeypatch.setattr(ranks, "told_by", told_by)
     assert main(COMMAND) == status
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].endswith(message)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import gradtx as gx
 from gradtx.__main__ import main
-from gradtx.bench import link, overhead, rounds, sync
+from gradtx.bench import link, overhead, ranks, rounds, sync
 from gradtx.bench.overlap import MOST, Hidden
 from gradtx.bench.peers import PEERS
 from gradtx.bench.ranks import Place
@@ -49,7 +49,7 @@ def asked(monkeypatch):
         found += [measured("signs", 0.1, 0.2, 0.05, feedback=True, counted=1020, code=TOPK)]
         yield Results(found, {"bf16": "no such sum"}, 1e9, None)
 
-    monkeypatch.setattr(sync, "told_by", told_by)
+    monkeypatch.setattr(ranks, "told_by", told_by)
     monkeypatch.setattr(sync, "find_place", lambda args: Place(2, 8e6))
     return plans
 
@@ -181,7 +181,7 @@ class TestCommand:
             yield "under way"
             raise error
 
-        monkeypatch.setattr(sync, "told_by", told_by)
+        monkeypatch.setattr(ranks, "told_by", told_by)
         assert main(COMMAND) == status
         assert capsys.readouterr().err.splitlines()[-1] in (
             "gradtx bench sync: late",
