@@ -266,6 +266,7 @@ class Grouped:
         if skipped:
             ready = False
             updates = [x if x is None else torch.zeros_like(x) for x in updates]
+        if skipped and self._gated:
             news = [
                 new._replace(states=undone(self._front.core, old.states, new.states))
                 for old, new in pairs
@@ -297,9 +298,7 @@ class Grouped:
                 bad |= any(int(x) > int(y) for x, y in zip(after, before, strict=True))
                 levels.append(tuple(new))
             out = flatten(tree)[0]
-            # As the gate around the exchange does, if there is one.
-            gated = len(self._levels) > 1
-            if gated and not bad and not bool(judge(tree, context)):
+            if self._gated and not bad and not bool(judge(tree, context)):
                 return out, self._levels, True
         kept = [None if x is None else y for x, y in zip(updates, out, strict=True)]
         return kept, levels, bad
@@ -318,6 +317,11 @@ class Grouped:
             params = self._parameters(group.places)
             updates, state = self._front.flush(group.state, params, **extra)
         return Done(flatten(updates)[0], state, time.perf_counter() - start)
+
+    @property
+    def _gated(self) -> bool:
+        """Whether a gate stands around the exchange, and not only around what is behind it."""
+        return len(self._levels) > 1
 
     @property
     def pending(self) -> bool:

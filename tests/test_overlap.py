@@ -85,6 +85,8 @@ def train(rank, name, overlap, bad=(), masters=False, **options):
             hook.remove()
         losses.append(loss.item())
         step(pipe.sync(optimizer))
+        if t == 3:
+            middle = pipe.state_dict()["state"]
     for report in pipe.flush(optimizer):
         step(report)
     pipe.sync_buffers()
@@ -94,6 +96,8 @@ def train(rank, name, overlap, bad=(), masters=False, **options):
     again = pipe.state_dict()
     weights = {k: v.clone() for k, v in net.state_dict().items()}
     pipe.close()
+    # Of a window that will be dropped, what has been added up so far does not matter.
+    saved["middle"] = {k: x for k, x in middle.items() if ".total" not in k}
     return weights, saved, again, reports
 
 
@@ -124,7 +128,7 @@ def test_the_result_is_that_without(name):
     for (weights, saved, _, reports), (w, s, again, r) in ranks:
         same(weights, w, exact=True)
         same(saved, s, exact=True)
-        same(saved, again, exact=True)
+        same({**saved, "middle": {}}, {**again, "middle": {}}, exact=True)
         assert reports == r
         assert sum(skipped for _, skipped in reports) == (2 if bad else 0)
     same(ranks[0][1][0], ranks[1][1][0], exact=False)

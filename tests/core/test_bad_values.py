@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradtx as gx
+from gradtx.core.stage import Stage
 from gradtx.core.transformation import Context
 from gradtx.core.tree import arrays_in, flatten, layout_of
 from gradtx.testing import run_ranks
@@ -73,3 +74,21 @@ def test_what_topk_has_read_is_not_read_again(name):
     part.step(grads, state.gate.inner_states[0], None, context=context)
     assert sum(x.numel() for x in context.progress.shown) < 0.02 * sum(x.numel() for x in leaves)
     assert all(x.isfinite().all() for x in context.progress.shown)
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
+@pytest.mark.parametrize("leaf", ["large", "small07"])
+def test_who_comes_behind_topk_is_told_what_that_has_seen(leaf, value):
+    """The exchange tells other ranks of a bad step by this flag, before it knows the result."""
+    found = []
+
+    def update(updates, state, params=None, *, finite, **extra):
+        found.append(bool(finite))
+        return updates, state
+
+    look = gx.Transformation(Stage("look", takes=frozenset({"sparse"})), None, update)
+    tx = gx.chain(gx.unscale(), gx.topk(0.01), gx.ef(), look, gx.allreduce(), check=False)
+    grads = gradients(0)
+    grads[leaf].view(-1)[-1] = value
+    tx.update(grads, tx.init(grads), loss_scale=2.0)
+    assert found == [value == 1.0]
