@@ -23,7 +23,7 @@ from gradtx.core.chain import Chain
 from gradtx.core.phases import in_phase
 from gradtx.core.stage import Kind
 from gradtx.core.transformation import Context, flat
-from gradtx.core.tree import layout_of, parameters_of
+from gradtx.core.tree import parameters_of
 from gradtx.ddp_model import arranged_like, check_model, check_ranks, reduced
 from gradtx.engine import Direct, Outcome
 from gradtx.exchange.group import find_group
@@ -82,8 +82,7 @@ def ddp_hook(
             over a JAX mesh.
         ValueError: if the chain has `accumulate`, `delayed` or `master_weights`; if there is an
             `unscale` and no scaler, or the reverse; if DDP exchanges over other ranks, has a hook
-            already, or was made with an option that a hook cannot be right with; if a layer
-            gives sparse gradients.
+            already, or was made with an option that a hook cannot be right with.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
 
     Example:
@@ -123,7 +122,7 @@ class DDPHook:
             state = self._prepare(tx, model, scaler)
             ranks = dist.get_process_group_ranks(model.process_group)
             code = f"{self.tx.shared_code} in DDP over ranks {ranks}"
-            context = Context(layout_of(self._parameters), code)
+            context = Context(state.layout, code)
         except Exception as error:
             if self._group.size > 1:
                 tell_why([self._group], error)
@@ -192,7 +191,7 @@ class DDPHook:
             self._given.discard(path)
             grad = self._parameters[path].grad
             if grad is not None:
-                self._on_top[path] = grad.any()  # Read once it is known for all of them.
+                self._on_top[path] = _values(grad).any()  # Read once it is known for all of them.
 
     def _note_forward(self, model: DistributedDataParallel) -> None:
         """A forward pass begins.
@@ -274,10 +273,9 @@ class DDPHook:
 
     def _collect(self, bucket: Any) -> None:
         """Finds the gradients of a bucket by path."""
-        if bucket.buffer().layout is not torch.strided:
-            paths = [self._paths.get(id(p)) for p in bucket.parameters()]
-            raise TypeError(f"the gradient of {paths[0]!r} is sparse: expected a dense gradient")
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        in_rows = bucket.buffer().is_sparse  # Then it is the gradient of one parameter.
+        gradients = [bucket.buffer()] if in_rows else bucket.gradients()
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             path = self._paths.get(id(parameter))
             if path is None:
                 raise RuntimeError(
@@ -296,7 +294,7 @@ class DDPHook:
                     f"{self._strides[path]} when the hook was made: change the memory format "
                     "before the model is wrapped in DDP"
                 )
-            self._gradients[path] = arranged_like(gradient, parameter)
+            self._gradients[path] = gradient if in_rows else arranged_like(gradient, parameter)
 
     def _gradient(self, path: str) -> torch.Tensor | None:
         """The gradient of a parameter; None if there is none and DDP may discard the result."""
@@ -334,7 +332,7 @@ class DDPHook:
         self._given |= self._gradients.keys()
         if outcome.skipped and scaled:
             for _, buffer in self._waiting:
-                buffer.fill_(torch.inf)
+                _fill(buffer, torch.inf)
             return False
         for path, gradient in self._gradients.items():
             update = outcome.updates[path]
@@ -342,11 +340,13 @@ class DDPHook:
                 gradient.zero_()
                 continue
             _check_update(path, update, gradient)
-            if update.data_ptr() != gradient.data_ptr():  # It may be there already.
+            if (
+                gradient.is_sparse or update.data_ptr() != gradient.data_ptr()
+            ):  # It may be there already.
                 gradient.copy_(update)
         if scale != 1.0:
             for _, buffer in self._waiting:
-                buffer.mul_(scale)
+                _values(buffer).mul_(scale)
         return any(update is not None for update in outcome.updates.values())
 
     def _hand_back(self) -> None:
@@ -359,7 +359,7 @@ class DDPHook:
     def _spoil(self) -> None:
         """Writes what nobody takes for gradients."""
         for _, buffer in self._waiting:
-            (buffer._values() if buffer.is_sparse else buffer).fill_(torch.nan)
+            _fill(buffer, torch.nan)
 
     def _raise_after_backward(self) -> None:
         """Raises the error once DDP has ended the pass: within it, DDP could not go on."""
@@ -413,6 +413,20 @@ class DDPHook:
         """
         check_identity(state_dict, identity(self.tx, self._group), "a DDP hook")
         self._engine.state = restore_state(self._engine.state, state_dict["state"])
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _fill(buffer: torch.Tensor, value: float) -> None:
+    """Fills a buffer with a value; one that is row-sparse becomes one row of it."""
+    if not buffer.is_sparse:
+        buffer.fill_(value)
+        return
+    row = buffer._values().new_full((1, *buffer.shape[1:]), value)
+    where = buffer._indices().new_zeros((1, 1))
+    buffer.copy_(torch.sparse_coo_tensor(where, row, buffer.shape, check_invariants=False))
 
 
 def _tell(this: "weakref.ref[DDPHook]", path: str, gradient: torch.Tensor | None) -> None:

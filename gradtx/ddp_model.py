@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ def check_model(model: Any) -> None:
 
     Raises:
         TypeError: if it is not wrapped in DDP.
-        ValueError: naming the option of DDP, the hook that is there already, or the path of a
-            parameter with sparse gradients.
+        ValueError: naming the option of DDP, or the hook that is there already.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -53,20 +52,6 @@ def check_model(model: Any) -> None:
         raise ValueError(
             f"the model has the hook {found._comm_hooks[0][0].__qualname__} already: DDP takes one"
         )
-    for path, layer in _sparse_layers(found):
-        raise ValueError(
-            f"the gradient of {path!r} is sparse: a chain takes dense gradients; write "
-            f"{layer}(sparse=False)"
-        )
-
-
-def _sparse_layers(model: Any) -> Iterator[tuple[str, str]]:
-    """Parameters whose gradients DDP hands over as sparse tensors, and of what layers they are."""
-    for prefix, module in model.module.named_modules():
-        path = f"{prefix}.weight" if prefix else "weight"
-        lookup = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-        if lookup and module.sparse and module.weight.requires_grad and not _ignored(model, path):
-            yield path, type(module).__name__
 
 
 def check_ranks(model: DistributedDataParallel, group: Group) -> None:

@@ -253,10 +253,20 @@ class Pipeline:
         self._parameters: Tensors = {path: leaf for path, leaf in named if leaf is not None}
         _refuse_shared(self._parameters)
         state = self._run.init(self._tree, self._info)
+        self._check_tables(state, overlap)
         self._values = sum(p.numel() for p in self._parameters.values())
         if overlap:
             self._check_overlap()
         return state
+
+    def _check_tables(self, state: Any, overlap: bool | str) -> None:
+        for i in state.layout.tables:
+            given = "the chain has master_weights()" if self._with_masters else "overlap=True"
+            if self._with_masters or overlap:
+                raise ValueError(
+                    f"parameter {state.layout.leaves[i].path!r} has row-sparse gradients and "
+                    f"{given}, for dense ones: build the layer with sparse=False, or leave it out"
+                )
 
     def sync(
         self,
@@ -528,7 +538,9 @@ class Pipeline:
             if update is None:
                 continue
             parameter = self._masters.parameters.get(path, self._parameters[path])
-            if parameter.grad is None:
+            if update.is_sparse:
+                parameter.grad = update.to(parameter.dtype)
+            elif parameter.grad is None:
                 parameter.grad = update.to(parameter.dtype).clone()
             else:
                 if parameter.grad.data_ptr() != update.data_ptr():  # It may be there already.

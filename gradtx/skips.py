@@ -36,7 +36,8 @@ class Skips:
         if not self._row:
             return
         there = ((path, grad) for path, grad in gradients if grad is not None)
-        self._bad |= {path for path, grad in there if not bool(grad.isfinite().all())}
+        values = ((path, grad._values() if grad.is_sparse else grad) for path, grad in there)
+        self._bad |= {path for path, x in values if not bool(x.isfinite().all())}
 
     def count(self, skipped: bool) -> None:
         """Counts a step.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.payload import Member, Payload, values_of
 from gradtx.core.phases import in_phase
+from gradtx.core.row_sparse import Rows
 from gradtx.core.stage import Stage
 from gradtx.core.transformation import Context, EncodeFn, Transformation
 from gradtx.core.tree import (
@@ -33,6 +34,7 @@ def compressor(
     encode_all: tuple[EncodeAll, ...] = (),
     encode_joined: Callable[..., Payload] | None = None,
     shows: bool = False,
+    select_rows: Callable[[Rows], Rows] | None = None,
 ) -> Transformation:
     """A stateless compressor, leaf by leaf.
 
@@ -46,6 +48,7 @@ def compressor(
         encode_joined: ``encode_joined(flat, sizes) -> Payload``: the same for leaves of some sizes
             that stand one after the other, all at once, if that can be.
         shows: whether an infinity or a NaN is always among the values of the payload.
+        select_rows: chooses among the rows of a row-sparse leaf; None leaves them all.
 
     Returns:
         The transformation. A payload that arrives has its float child compressed.
@@ -65,6 +68,7 @@ def compressor(
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        choose_rows(select_rows, extra.get("context"))
         leaves, treespec = flatten(updates)
         check_form(stage, leaves)
         places = [i for i, leaf in enumerate(leaves) if leaf is not None]
@@ -75,8 +79,22 @@ def compressor(
         return unflatten(treespec, leaves), state
 
     return Transformation(
-        stage, None, update, encoders=encoders, encode_joined=encode_joined, shows=shows
+        stage,
+        None,
+        update,
+        encoders=encoders,
+        encode_joined=encode_joined,
+        shows=shows,
+        select_rows=select_rows,
     )
+
+
+def choose_rows(select_rows: Callable[[Rows], Rows] | None, context: Context | None) -> None:
+    """Chooses among the rows of row-sparse leaves, where that is asked for."""
+    if select_rows is None or context is None:
+        return
+    rows = context.progress.rows
+    context.progress.rows = {i: x if x is None else select_rows(x) for i, x in rows.items()}
 
 
 class RandomState(NamedTuple):

@@ -8,11 +8,12 @@ from itertools import accumulate
 from typing import Any
 
 from gradtx import backends
-from gradtx.compressors.compressor import Encode, compressor, each, encode_leaf
+from gradtx.compressors.compressor import Encode, choose_rows, compressor, each, encode_leaf
 from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.cast import encode_cast, encode_casts
 from gradtx.core.payload import Entries, Joined, Member, Parts, Payload, dense, register_payload
 from gradtx.core.phases import in_phase
+from gradtx.core.row_sparse import largest_rows
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
@@ -71,6 +72,7 @@ def topk_sparsify(
     *,
     scope: str = "leaf",
     values: str = "float32",
+    rows: float | None = None,
     feedback: bool = True,
 ) -> Transformation:
     r"""Sends the ``max(1, round(ratio * n))`` largest magnitudes of `n`, exactly.
@@ -84,14 +86,18 @@ def topk_sparsify(
         scope: ``"leaf"`` chooses within each leaf, ``"global"`` over all leaves together.
         values: what the values travel in: ``"float32"`` (FP64 for FP64 leaves), or ``"float16"`` or
             ``"bfloat16"``, scaled as by `cast`; what that rounding leaves out is fed back too.
+        rows: of a row-sparse leaf (of ``Embedding(sparse=True)``), the share of all its rows that
+            is sent, a float over 0 and at most 1: those of the largest L2 norm, ties to the lowest
+            index, whole and in FP32. Feedback then keeps a dense residual of that leaf. None sends
+            all rows that have a gradient, and keeps nothing.
         feedback: False goes without error feedback, on purpose: what is not sent is lost.
 
     Returns:
         The transformation: dense leaves or sparse payloads (whose values it takes) to `Sparse`.
 
     Raises:
-        TypeError: if the ratio is no float.
-        ValueError: if the ratio is not over 0 and at most 1, or the scope or the values' dtype is
+        TypeError: if the ratio, or `rows`, is no float.
+        ValueError: if either is not over 0 and at most 1, or the scope or the values' dtype is
             unknown.
 
     References:
@@ -111,6 +117,8 @@ def topk_sparsify(
             check_ratio("topk(ratio", value)
     else:
         ratio = check_ratio("topk(ratio", ratio)
+    if rows is not None:
+        rows = check_ratio("topk(rows", rows)
     check_bool("topk(feedback", feedback)
     if scope not in ("leaf", "global"):
         raise ValueError(f"topk(scope={scope!r}): expected 'leaf' or 'global'")
@@ -123,6 +131,7 @@ def topk_sparsify(
             Argument("ratio", ratio),
             Argument("scope", scope, "leaf"),
             Argument("values", values, "float32"),
+            Argument("rows", rows, None),
             Argument("feedback", feedback, True),
         ),
         takes=frozenset({"dense", "sparse"}),
@@ -134,14 +143,18 @@ def topk_sparsify(
         feedback=feedback,
     )
     if isinstance(ratio, Schedule):
-        return scheduled(stage, ratio, lambda value: _topk(stage, value, scope, values))
-    return _topk(stage, ratio, scope, values)
+        return scheduled(stage, ratio, lambda value: _topk(stage, value, scope, values, rows))
+    return _topk(stage, ratio, scope, values, rows)
 
 
 topk = topk_sparsify
 
 
-def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation:
+def _topk(
+    stage: Stage, ratio: float, scope: str, values: str, rows: float | None
+) -> Transformation:
+    select_rows = None if rows is None else partial(largest_rows, rows)
+
     def select(flat: Array, shape: tuple[int, ...]) -> Sparse:
         ops = backends.of(flat)
         indices = ops.top_k(flat, count(ratio, flat.shape[-1]))
@@ -160,14 +173,17 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
 
     if scope == "leaf":
         if values == "float32":
-            return compressor(stage, encode, encode_joined=encode_joined, shows=True)
-        in_bits = partial(encode_casts, dtype=values)
-        return compressor(stage, encode, encode_all=(each(select), in_bits), shows=True)
+            return compressor(
+                stage, encode, encode_joined=encode_joined, shows=True, select_rows=select_rows
+            )
+        encode_all = (each(select), partial(encode_casts, dtype=values))
+        return compressor(stage, encode, encode_all=encode_all, shows=True, select_rows=select_rows)
 
     @in_phase("select")
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        choose_rows(select_rows, extra.get("context"))
         paths, leaves, treespec = flatten_with_paths(updates)
         order = sorted(
             (i for i, leaf in enumerate(leaves) if leaf is not None), key=paths.__getitem__
@@ -179,7 +195,7 @@ def _topk(stage: Stage, ratio: float, scope: str, values: str) -> Transformation
         )
         return unflatten(treespec, out), state
 
-    return Transformation(stage, None, update)
+    return Transformation(stage, None, update, select_rows=select_rows)
 
 
 def _chosen(flat: Array, sizes: Sequence[int], ratio: float) -> Array:

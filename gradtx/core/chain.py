@@ -29,6 +29,7 @@ from gradtx.core.errors import ChainOrderError, Violation
 from gradtx.core.payload import Joined, Member
 from gradtx.core.per_rank import with_first_axis, without_first_axis
 from gradtx.core.predicates import all_of
+from gradtx.core.row_sparse import Rows
 from gradtx.core.rules import check as check_order
 from gradtx.core.schedule import Schedule, unknown_steps
 from gradtx.core.stage import Kind, Stage
@@ -172,9 +173,35 @@ class Chain(Transformation):
         self.overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
-        layout = layout_of(params)
+        layout = layout_of(params, info)
+        if layout.tables:
+            params = self._without_tables(params, layout)
         with self._arrays():
             return self._kept(layout, tuple(part.setup(params, info) for part in self.core))
+
+    def _without_tables(self, params: PyTree, layout: Layout) -> PyTree:
+        """The parameters without those that are row-sparse, whose rows go past the parts.
+
+        Where rows are chosen, an empty sparse tensor stands for each, which feedback has a residual
+        for.
+
+        Raises:
+            ValueError: if a stage cannot do with such a leaf.
+        """
+        path = next(layout.leaves[i].path for i in layout.tables)
+        for stage in self.stages:
+            if not (stage.row_sparse or stage.kind in _PASSED_BY):
+                raise ValueError(
+                    f"leaf {path!r} has row-sparse gradients, and {stage} takes dense ones: build "
+                    f"the layer with sparse=False, or leave {stage.name}() out"
+                    + _INSTEAD.get(stage.name, "")
+                )
+        chosen = any(part.select_rows is not None for part in _all_parts(self.core))
+        leaves, treespec = flatten(params)
+        leaves = list(leaves)
+        for i, table in layout.tables.items():
+            leaves[i] = table.stand_in(leaves[i].device) if chosen else None
+        return unflatten(treespec, leaves)
 
     def _arrays(self) -> AbstractContextManager[None]:
         """Where it is known without any leaf whose arrays a state is made of."""
@@ -314,6 +341,10 @@ class Chain(Transformation):
         with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
+            if layout.tables:
+                rows = {i: leaves[i] for i in layout.tables}
+                leaves = [None if i in rows else leaf for i, leaf in enumerate(leaves)]
+                context.progress.rows = rows
             if pool is not None and self.overwrites:
                 context = replace(context, over=leaves)
             if exchange is not None and exchange.one_program:
@@ -328,12 +359,18 @@ class Chain(Transformation):
                 leaves = _filled(leaves, state)
             tree = unflatten(layout.treespec, leaves)
             if params is not None:
-                params = unflatten(layout.treespec, _detached(layout.arrange(params)))
+                arranged = enumerate(layout.arrange(params))
+                dense = [None if i in layout.tables else leaf for i, leaf in arranged]
+                params = unflatten(layout.treespec, _detached(dense))
             extra = {**extra, "context": context}
             with backends.full_precision():
                 out, states = run(self.core, tree, self._used(state), params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
-        return _in_structure_of(updates, out_leaves, layout), self._kept(layout, states)
+        new = self._kept(layout, states)
+        for i, own in context.progress.rows.items():
+            skipped = own is not None and not bool(new.last_finite)
+            out_leaves[i] = own.none() if own is not None and skipped else own
+        return _in_structure_of(updates, out_leaves, layout), new
 
 
 def _branched(
@@ -494,6 +531,19 @@ def _state_of(wanted: Any, parts: Sequence[Transformation], states: Sequence[Any
 
 _NOTHING = Layout((), None)
 
+# What never sees a row-sparse leaf, or knows of them.
+_PASSED_BY = (Kind.UNSCALE, Kind.FILTER, Kind.COMPRESSOR, Kind.EXCHANGE)
+_INSTEAD = {
+    "accumulate": "; autograd adds gradients up between two zero_grad(): sync once for several "
+    "backward passes",
+}
+
+
+def _all_parts(parts: Sequence[Transformation]) -> Iterator[Transformation]:
+    for part in parts:
+        yield part
+        yield from _all_parts(part.parts)
+
 
 def _detached(leaves: Sequence[Any]) -> list[Any]:
     if all_tensors(leaves):
@@ -543,7 +593,9 @@ def _in_structure_of(updates: PyTree, leaves: list[Any], layout: Layout) -> PyTr
     out = []
     for like, i in zip(given, order, strict=True):
         leaf, spec = leaves[i], layout.leaves[i]
-        if backends.is_array(leaf):
+        if isinstance(leaf, Rows) and spec.table is not None:
+            leaf = leaf.sparse(spec.table.kind if like is None else like.dtype)
+        elif backends.is_array(leaf):
             ops = backends.of(leaf)
             leaf = ops.cast(leaf, spec.dtype if like is None else ops.dtype_name(like))
         out.append(leaf)

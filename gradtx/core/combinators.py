@@ -22,6 +22,7 @@ from gradtx.core.payload import (
 )
 from gradtx.core.phases import in_phase
 from gradtx.core.predicates import predicate as as_predicate
+from gradtx.core.row_sparse import all_finite, with_feedback
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
@@ -320,7 +321,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             "(FP64 for FP64 leaves); 16 bits lose what is smaller than their rounding"
         )
     parts = compressors_in("error_feedback", compressors)
-    stage = Stage("ef", Kind.FEEDBACK, stateful=True, over=stages_in(parts) or None)
+    over = stages_in(parts) or None
+    stage = Stage("ef", Kind.FEEDBACK, stateful=True, row_sparse=True, over=over)
     if not compressors:
         return Feedback(
             stage,
@@ -329,6 +331,7 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         )
     encoders = [encode for part in parts for encode in part.encoders]
     leafwise = all(part.encoders for part in parts)
+    select_rows = next((part.select_rows for part in parts if part.select_rows), None)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
         residual = map_leaves(zero_residual, params)
@@ -345,6 +348,9 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         context: Context | None = extra.get("context")
         absent = absent_here(leaves, context)
         inner_states = state.inner_states
+        rows = {} if context is None else context.progress.rows
+        if context is not None:
+            context.progress.rows = {}  # What is chosen of them is chosen here.
 
         def corrected(i: int) -> Any:
             if absent[i]:
@@ -374,6 +380,11 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
             left = remainders(there, sent, arrays_in(inner_states))
         payloads = unflatten(treespec, sent)
         kept = kept_residuals(residuals, left, leaves, sent, absent, context)
+        if context is not None and rows:
+            context.progress.rows = rows
+            if select_rows is not None:
+                context.progress.rows, chosen = with_feedback(select_rows, rows, residuals)
+                kept = [chosen.get(i, own) for i, own in enumerate(kept)]
         residual = unflatten(treespec, kept)
         if own != treespec:
             residual = arranged_like(residual, state.residual)
@@ -720,7 +731,13 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         if params is not None:
             values, spec = flatten(params)
             params = unflatten(spec, _only(values, state.mask.of(params)))
+        context: Context | None = extra.get("context")
+        rows = {} if context is None else context.progress.rows
+        if context is not None and rows:
+            context.progress.rows = {i: own for i, own in rows.items() if keep[i]}
         out, inner_state = part.step(chosen, state.inner_state, params, **extra)
+        if context is not None and rows:
+            context.progress.rows = {**rows, **context.progress.rows}
         merged = [
             new if selected else old
             for new, old, selected in zip(flatten(out)[0], leaves, keep, strict=True)
@@ -839,6 +856,7 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
         finite = ops.all_finite(arrays_in(leaves)) & finite_flag(extra, ops)
         if context is not None:
             finite = finite & context.progress.finite  # What an exchange to the left has heard.
+            finite = finite & all_finite(context.progress.rows)
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
         if exchanges:
             agreed = functools.reduce(operator.and_, (new[i].finite for i in exchanges))
@@ -880,7 +898,10 @@ def judge(updates: PyTree, context: Context | None) -> Array:
             if leaf is not None
         ]
     floats = [x for x in arrays_in(leaves) if "float" in ops.dtype_name(x)]
-    return ops.all_finite(floats)
+    finite: Array = ops.all_finite(floats)
+    if context is not None and context.progress.rows:
+        finite = finite & all_finite(context.progress.rows, context.layout.tables)
+    return finite
 
 
 def _commit(agreed: Array, new: tuple[PyTree, Any], old: tuple[PyTree, Any]) -> tuple[PyTree, Any]:

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradtx import backends
+from gradtx.core.row_sparse import map_rows
 from gradtx.core.transformation import Context
 from gradtx.core.tree import arrays_in, widen
 
 
 def clip_together(
-    leaves: Sequence[Any], limit: float, axes: Sequence[tuple[str, ...]] | None = None
+    leaves: Sequence[Any],
+    limit: float,
+    axes: Sequence[tuple[str, ...]] | None = None,
+    context: Context | None = None,
 ) -> list[Any]:
     """The leaves in FP32 (FP64 for FP64 leaves), all shrunk by one factor to a norm of `limit`.
 
@@ -22,13 +26,19 @@ def clip_together(
         leaves: arrays, and None for those that are not there.
         limit: over 0.
         axes: for each array, the axes of a mesh along which other devices hold other parts of it.
+        context: of the step, whose row-sparse leaves count, and are shrunk, too.
     """
+    rows = {} if context is None else context.progress.rows
     found = [widen(leaf) for leaf in leaves if leaf is not None]
+    found += [own.values for own in rows.values() if own is not None]
     if not found:
         return list(leaves)
-    axes = [()] * len(found) if axes is None else axes
+    axes = [*(axes or ()), *[()] * (len(found) - len(axes or ()))]
     clipped = iter(backends.of(found[0]).clip_by_norm(found, limit, axes))
-    return [None if leaf is None else next(clipped) for leaf in leaves]
+    out = [None if leaf is None else next(clipped) for leaf in leaves]
+    if context is not None and rows:
+        context.progress.rows = map_rows(lambda _: next(clipped), rows)
+    return out
 
 
 def clip_locally(leaves: Sequence[Any], clip: float, context: Context | None) -> list[Any]:
@@ -44,4 +54,4 @@ def clip_locally(leaves: Sequence[Any], clip: float, context: Context | None) ->
     ops = backends.find(arrays)
     ranks = ops.varying_axes(context.rank)
     axes = [tuple(a for a in ops.varying_axes(x) if ranks and a not in ranks) for x in arrays]
-    return clip_together(leaves, clip / math.sqrt(context.size), axes)
+    return clip_together(leaves, clip / math.sqrt(context.size), axes, context)

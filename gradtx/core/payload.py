@@ -79,6 +79,11 @@ class Payload:
         """How many values the dense leaf has."""
         return math.prod(self.shape)
 
+    @property
+    def positions(self) -> int:
+        """How many positions there are for what is sent as an ``"index"``."""
+        return self.size
+
     def decode(self) -> Any:
         """The dense leaf as one flat axis of `size` values."""
         raise NotImplementedError

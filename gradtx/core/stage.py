@@ -60,6 +60,8 @@ class Stage:
         needs_reduced: it wants the gradient of all ranks, not of one.
         whole: what it does to a leaf depends on others too, so that it cannot be given some leaves
             now and others later.
+        row_sparse: it treats row-sparse leaves, which are in `Progress.rows`, or has nothing to do
+            with them; so has what only compresses.
         takes: the forms it accepts (``"dense"``, or the form of a payload); only dense by default.
         gives: the form that leaves a compressor.
         biased: a compressor that is wrong on average, and that error feedback can make up for.
@@ -82,6 +84,7 @@ class Stage:
     stateful: bool = False
     needs_reduced: bool = False
     whole: bool = False
+    row_sparse: bool = False
     takes: frozenset[str] = field(default=frozenset({"dense"}))
     gives: str = "dense"
     biased: bool = False

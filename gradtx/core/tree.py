@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from gradtx.backends.registry import (
     register_node,
 )
 from gradtx.core.payload import Parts, Payload
+from gradtx.core.row_sparse import LOOKUPS, Rows, Table, rows_of
 
 _SHAPE, _DTYPE, _LAYOUT, _REQUIRES_GRAD = map(
     attrgetter, ("shape", "dtype", "layout", "requires_grad")
@@ -267,20 +268,30 @@ class LeafInfo:
         layer: the class of the module that owns the parameter.
         name: the parameter's own name in that module, such as ``"weight"``.
         running_statistics: whether the module keeps a running mean and variance.
+        row_sparse: whether its gradients are row-sparse.
     """
 
     layer: type
     name: str
     running_statistics: bool
+    row_sparse: bool = False
 
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """A leaf's path, shape and dtype; shape and dtype are None for a leaf that is None."""
+    """A leaf's path, shape and dtype.
+
+    Attributes:
+        path: the key path.
+        shape: None for a leaf that is None, or row-sparse.
+        dtype: None for such a leaf.
+        table: of a row-sparse leaf, shape and dtype of the whole.
+    """
 
     path: str
     shape: tuple[int, ...] | None
     dtype: str | None
+    table: Table | None = None
 
     @property
     def size(self) -> int:
@@ -288,6 +299,8 @@ class LeafSpec:
         return 0 if self.shape is None else math.prod(self.shape)
 
     def __str__(self) -> str:
+        if self.table is not None:
+            return str(self.table)
         return "None" if self.shape is None else f"{list(self.shape)} {self.dtype}"
 
 
@@ -303,6 +316,12 @@ class Layout:
         """64 bits of a hash over paths, shapes and dtypes, whatever the containers."""
         lines = sorted(f"{leaf.path!r}: {leaf}" for leaf in self.leaves)
         return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little")
+
+    @cached_property
+    def tables(self) -> Mapping[int, Table]:
+        """The row-sparse leaves by position, in path order."""
+        found = ((i, self.leaves[i].table) for i in self.by_path)
+        return {i: table for i, table in found if table is not None}
 
     @cached_property
     def by_path(self) -> tuple[int, ...]:
@@ -362,6 +381,9 @@ class Layout:
     def match(self, updates: PyTree) -> list[Any]:
         """The leaves of `updates` in the order of this layout, found by path.
 
+        Returns:
+            Arrays, `Rows` of row-sparse leaves, and None for those that are not there.
+
         Raises:
             ValueError: if a path is missing or unknown, or a shape differs.
             TypeError: if a leaf is no floating-point array of the dtype it had at init.
@@ -369,11 +391,10 @@ class Layout:
         leaves = self.arrange(updates)
         if self._as_at_init(leaves):
             return [x.detach() for x in leaves] if any(map(_REQUIRES_GRAD, leaves)) else leaves
-        for leaf, spec in zip(leaves, self.leaves, strict=True):
-            if leaf is not None:
-                check_leaf(spec.path, leaf)
-                _check_against(leaf, spec)
-        return [None if leaf is None else backends.of(leaf).detach(leaf) for leaf in leaves]
+        return [
+            None if leaf is None else _matched(leaf, spec)
+            for leaf, spec in zip(leaves, self.leaves, strict=True)
+        ]
 
     def _as_at_init(self, leaves: Sequence[Any]) -> bool:
         """Whether all are dense torch tensors of the shapes and dtypes at `init`."""
@@ -402,7 +423,16 @@ register_node(Layout, static=("leaves", "treespec"))
 
 
 def check_leaf(path: str, leaf: Any) -> None:
-    """Refuses a leaf that is no floating-point array, naming its path."""
+    """Refuses a leaf that is no dense floating-point array, naming its path."""
+    _check_floats(path, leaf)
+    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+        raise TypeError(
+            f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient; a chain takes "
+            "rows if init is given the module, or a sparse tensor in place of the parameter"
+        )
+
+
+def _check_floats(path: str, leaf: Any) -> None:
     if not backends.is_array(leaf):
         raise TypeError(
             f"leaf {path!r} is a {type(leaf).__name__}: "
@@ -411,8 +441,14 @@ def check_leaf(path: str, leaf: Any) -> None:
     dtype = backends.of(leaf).dtype_name(leaf)
     if dtype not in FLOATS:
         raise TypeError(f"leaf {path!r} has dtype {dtype}: expected one of {', '.join(FLOATS)}")
-    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-        raise TypeError(f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient")
+
+
+def _matched(leaf: Any, spec: LeafSpec) -> Array | Rows:
+    if spec.table is not None:
+        return rows_of(spec.path, leaf, spec.table)
+    check_leaf(spec.path, leaf)
+    _check_against(leaf, spec)
+    return backends.of(leaf).detach(leaf)
 
 
 def _check_against(leaf: Any, spec: LeafSpec) -> None:
@@ -434,8 +470,12 @@ def _check_against(leaf: Any, spec: LeafSpec) -> None:
         )
 
 
-def layout_of(params: PyTree) -> Layout:
+def layout_of(params: PyTree, info: Info | None = None) -> Layout:
     """The layout of a parameter tree.
+
+    Args:
+        params: the tree. A sparse COO tensor stands for a leaf with row-sparse gradients.
+        info: what is known of the leaves, by path.
 
     Raises:
         TypeError: if a leaf is no floating-point array, or some are torch's and some JAX's.
@@ -451,8 +491,14 @@ def layout_of(params: PyTree) -> Layout:
             raise ValueError(
                 f"parameter {path!r} is lazy and has no shape yet: run a forward first"
             )
-        check_leaf(path, leaf)
-        specs.append(LeafSpec(path, tuple(leaf.shape), backends.of(leaf).dtype_name(leaf)))
+        known = (info or {}).get(path)
+        in_rows = isinstance(leaf, torch.Tensor) and leaf.is_sparse and leaf.ndim > 0
+        (_check_floats if in_rows else check_leaf)(path, leaf)
+        shape, dtype = tuple(leaf.shape), backends.of(leaf).dtype_name(leaf)
+        if in_rows or (known is not None and known.row_sparse):
+            specs.append(LeafSpec(path, None, None, Table(shape, dtype)))
+        else:
+            specs.append(LeafSpec(path, shape, dtype))
     kinds = {backends.of(leaf).__name__ for leaf in leaves if leaf is not None}
     if len(kinds) > 1:
         raise TypeError(
@@ -490,9 +536,13 @@ def parameters_of(params: PyTree, info: Info | None = None) -> tuple[PyTree, Inf
             path = f"{prefix}.{name}" if prefix else name
             first = by_identity.setdefault(id(parameter), path)
             known = found.get(first)
-            # A parameter that several modules share is a normalisation layer's if one of them is.
+            # A parameter that several modules share is a normalisation layer's if one of them is,
+            # and has row-sparse gradients if it has them in all.
+            in_rows = isinstance(module, LOOKUPS) and module.sparse
+            in_rows = in_rows and (known is None or known.row_sparse)
             if known is None or not known.running_statistics:
-                found[first] = LeafInfo(type(module), name, keeps_running_statistics(module))
+                known = LeafInfo(type(module), name, keeps_running_statistics(module))
+            found[first] = replace(known, row_sparse=in_rows)
     return dict(params.named_parameters()), found
 
 

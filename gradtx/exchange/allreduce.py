@@ -35,6 +35,7 @@ from gradtx.exchange.plan import (
     results_of,
 )
 from gradtx.exchange.root import Root
+from gradtx.exchange.row_sparse import exchanged_rows
 from gradtx.exchange.sharded import Sharded
 from gradtx.exchange.sparse_sums import SparseSums
 from gradtx.exchange.two_shot import TwoShot
@@ -363,6 +364,10 @@ class Allreduce(Exchange):
             context.progress.returned |= returned
         shaped = outgoing.shaped(leaves, results)
         context.progress.finite = finite_everywhere
+        if context.progress.rows and finite_everywhere:
+            context.progress.rows = exchanged_rows(
+                group, context.progress.rows, context.layout, header, self._op
+            )
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:
             # Read at once, as the flags were: so the counters stay where they are.

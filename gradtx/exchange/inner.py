@@ -120,6 +120,7 @@ class Inner(Gate, Enclosing):
         )
         meeting.met = True
         heard, told = own.progress, context.progress
+        told.rows = heard.rows
         told.finite, told.absent = heard.finite, heard.absent
         share = context.share
         if share is not None:
@@ -156,7 +157,7 @@ class Inner(Gate, Enclosing):
         if self._between is not None and not self.exchange.one_program:
             code += f", node {self._between.group.rank}"  # The same for all that meet here.
         progress = Progress()
-        progress.absent = context.absent
+        progress.absent, progress.rows = context.absent, context.progress.rows
         share: Share | None = context.share
         if share is not None:
             share = replace(share, mean=False, partial=True)

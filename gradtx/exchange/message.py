@@ -52,7 +52,7 @@ def fields(payload: Payload) -> Iterator[Field]:
             yield from fields(child)
         elif backends.is_array(child):
             codec = payload.codecs.get(name)
-            yield Field(child, payload.size if codec == "index" else None, codec == "local")
+            yield Field(child, payload.positions if codec == "index" else None, codec == "local")
 
 
 class Packing:

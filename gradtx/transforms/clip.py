@@ -63,6 +63,7 @@ def clip_by_global_norm(
         (Argument("max_norm", max_norm), Argument("axis_name", axis_name, None)),
         needs_reduced=True,
         whole=True,
+        row_sparse=True,
     )
 
     def update(
@@ -73,7 +74,8 @@ def clip_by_global_norm(
         pairs = zip(leaves, given, strict=True)
         spread = _Spread([(x, p) for x, p in pairs if x is not None], params is not None)
         axes = spread.axes(names, extra.get("context"))
-        return unflatten(treespec, clip_together(leaves, max_norm, axes)), state
+        clipped = clip_together(leaves, max_norm, axes, extra.get("context"))
+        return unflatten(treespec, clipped), state
 
     return Transformation(stage, None, update)
 
@@ -111,7 +113,7 @@ def clip_by_local_norm(max_norm: float) -> Transformation:
     """
     max_norm = check_positive("clip_by_local_norm(max_norm", max_norm)
     arguments = (Argument("max_norm", max_norm),)
-    stage = Stage("clip_by_local_norm", Kind.TRANSFORM, arguments, whole=True)
+    stage = Stage("clip_by_local_norm", Kind.TRANSFORM, arguments, whole=True, row_sparse=True)
 
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, **extra: Any

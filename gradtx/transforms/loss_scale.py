@@ -12,7 +12,7 @@ from gradtx.core.arguments import check_whole
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import KeepsLossScale, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten, map_leaves
-from gradtx.transforms.unscale import divide
+from gradtx.transforms.unscale import divide, divide_rows
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -127,6 +127,7 @@ def dynamic_loss_scale(
                 "own: multiply the loss by state.loss_scale and leave the argument out, or write "
                 "unscale()"
             )
+        divide_rows(extra.get("context"), state.loss_scale)
         return map_leaves(lambda leaf: divide(leaf, state.loss_scale, stage.name), updates), state
 
     def conclude(state: DynamicLossScaleState, taken: Array) -> DynamicLossScaleState:

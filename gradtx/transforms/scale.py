@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.arguments import check_number
 from gradtx.core.foreign import Code, describe
+from gradtx.core.row_sparse import map_rows
 from gradtx.core.schedule import Schedule
 from gradtx.core.stage import Argument, Kind, Stage
-from gradtx.core.transformation import EmptyState, Transformation
+from gradtx.core.transformation import Context, EmptyState, Transformation
 from gradtx.core.tree import Array, Info, PyTree, flatten, map_leaves
 from gradtx.transforms.dense import dense
 
@@ -40,14 +41,22 @@ def scale(factor: float) -> Transformation:
         {'w': tensor([-1., -2.])}
     """
     factor = check_number("scale(factor", factor)
-    stage = Stage("scale", Kind.TRANSFORM, (Argument("factor", factor),), linear=True)
+    arguments = (Argument("factor", factor),)
+    stage = Stage("scale", Kind.TRANSFORM, arguments, linear=True, row_sparse=True)
 
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, EmptyState]:
+        multiply_rows(extra.get("context"), factor)
         return map_leaves(lambda leaf: dense(leaf, stage.name) * factor, updates), state
 
     return Transformation(stage, None, update)
+
+
+def multiply_rows(context: Context | None, factor: Any) -> None:
+    """Multiplies the rows of row-sparse leaves."""
+    if context is not None and context.progress.rows:
+        context.progress.rows = map_rows(lambda x: x * factor, context.progress.rows)
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -100,6 +109,7 @@ def scale_by_schedule(schedule: Callable[[Any], Any]) -> Transformation:
         (Argument("schedule", text),),
         linear=True,
         stateful=True,
+        row_sparse=True,
         identity=schedule,
     )
 
@@ -119,6 +129,7 @@ def scale_by_schedule(schedule: Callable[[Any], Any]) -> Transformation:
             by = ops.cast(factor, ops.dtype_name(wide)) if backends.is_array(factor) else factor
             return wide * by
 
+        multiply_rows(extra.get("context"), factor)
         return map_leaves(scaled, updates), ScaleByScheduleState(state.count + 1)
 
     return Transformation(stage, init, update)

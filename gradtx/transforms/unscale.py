@@ -9,6 +9,7 @@ import numpy as np
 
 from gradtx import backends
 from gradtx.core.payload import Payload
+from gradtx.core.row_sparse import map_rows
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context, EmptyState, Transformation
 from gradtx.core.tree import Array, PyTree, flatten, unflatten, widen, widen_all
@@ -50,6 +51,7 @@ def unscale() -> Transformation:
         scale = _checked(loss_scale)
         leaves, treespec = flatten(updates)
         context: Context | None = extra.get("context")
+        divide_rows(context, scale)
         known = isinstance(scale, (int, float)) and not backends.find(leaves).TRACES
         if context is not None and context.defers and known:
             # Each leaf is divided while it is in the cache.
@@ -80,6 +82,13 @@ def _checked(scale: Any) -> Any:
     if not 0 < scale <= float(np.finfo(np.float32).max):
         raise ValueError(f"loss_scale is {scale!r}: expected a positive, finite number")
     return scale
+
+
+def divide_rows(context: Context | None, scale: Any) -> None:
+    """Divides the rows of row-sparse leaves by the scale."""
+    if context is not None and context.progress.rows:
+        rows = context.progress.rows
+        context.progress.rows = map_rows(lambda x: divide(x, scale, "unscale"), rows)
 
 
 def divide_all(leaves: Sequence[Any], scale: Any, name: str) -> list[Any]:
