@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradtx as gx
 from gradtx.core.row_sparse import Rows, largest_rows
+from gradtx.core.tree import parameters_of
+from gradtx.stale.push import PushCodec
 from gradtx.testing import run_ranks
 from ranks import gloo_ranks, outcome
 
@@ -486,6 +488,17 @@ def test_a_table_that_is_used_densely_too_counts_as_dense():
     net.out(net.words(torch.tensor([1, 2]))).square().mean().backward()
     pipe.sync()
     assert not net.words.weight.grad.is_sparse
+
+
+def test_a_worker_at_its_own_pace_is_refused():
+    tx = gx.chain(gx.topk(0.1), gx.ef())
+    with pytest.raises(ValueError, match=r"leaf 'bags.weight' has row-sparse gradients, and what"):
+        PushCodec(tx, *parameters_of(Words()))
+
+
+def test_explain_names_the_leaves_that_go_as_rows():
+    text = gx.explain(gx.chain(gx.allreduce()), Words(), ranks=2)
+    assert "and the rows of 'bags.weight', 'words.weight', as many as a step has" in text
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, 1, "0.1"])

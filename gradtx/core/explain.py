@@ -91,7 +91,9 @@ def _sent(tx: Chain, params: PyTree, ranks: int | None) -> list[str]:
         raise ValueError(f"explain(params=...): zeros do not get through {tx.code()}")
     found = tx.exchange.describe(flatten(arrives)[0], context)
     those = "node" if tx.inners else "rank"
-    return [f"on {size} {those}{'s' * (size > 1)}, for each of them, at most", *found]
+    paths = ", ".join(repr(state.layout.leaves[i].path) for i in state.layout.tables)
+    rows = [f"  and the rows of {paths}, as many as a step has"] if paths else []
+    return [f"on {size} {those}{'s' * (size > 1)}, for each of them, at most", *found, *rows]
 
 
 def rules_table() -> str:

@@ -90,6 +90,9 @@ def allreduce(
     where it costs little, and of what is compressed behind it between nodes, as in
     ``chain(allreduce(inner), topk(0.01), ef(), allreduce(outer))``; see `node_groups`.
 
+    Row-sparse leaves, such as ``Embedding(sparse=True)`` has, are gathered as the rows that each
+    rank has, and are row-sparse again.
+
     The first step begins with a handshake: ranks that run another chain, or have other parameters,
     raise. A leaf that is None counts as zero, and stays None if it is None on all ranks.
 
@@ -365,8 +368,9 @@ class Allreduce(Exchange):
         shaped = outgoing.shaped(leaves, results)
         context.progress.finite = finite_everywhere
         if context.progress.rows and finite_everywhere:
+            device = found[0].device if found else torch.device("cpu")
             context.progress.rows = exchanged_rows(
-                group, context.progress.rows, context.layout, header, self._op
+                group, context.progress.rows, context.layout, header, self._op, device
             )
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:

@@ -20,7 +20,12 @@ from gradtx.wire import Header, decode_message, encode_message, message_nbytes
 
 
 def exchanged_rows(
-    group: Group, rows: AllRows, layout: Layout, header: Header, op: str
+    group: Group,
+    rows: AllRows,
+    layout: Layout,
+    header: Header,
+    op: str,
+    device: torch.device,
 ) -> dict[int, Rows | None]:
     """The mean (or the sum) over ranks of row-sparse leaves, in one message of a rank.
 
@@ -33,6 +38,7 @@ def exchanged_rows(
         layout: of all leaves.
         header: of the step.
         op: ``"mean"`` or ``"sum"``.
+        device: of what stands in for leaves that are not there.
 
     Returns:
         The rows that some rank has, by position; None for a leaf that no rank has a gradient for.
@@ -43,7 +49,6 @@ def exchanged_rows(
     if group.size == 1:
         return dict(rows)
     tables = layout.tables
-    device = next((x.values.device for x in rows.values() if x is not None), torch.device("cpu"))
     own = [rows[i] or no_rows(table, device) for i, table in tables.items()]
     absent = tuple(rows[i] is None for i in tables)
     header = replace(header, absent=absent)

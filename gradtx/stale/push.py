@@ -116,7 +116,8 @@ class PushCodec:
 
     Raises:
         ValueError: if the fragment has an exchange, holds gradients back, or has sizes that change
-            with the step, or payloads that only ranks in step can sum.
+            with the step, or payloads that only ranks in step can sum; if gradients of a leaf are
+            row-sparse.
         ChainOrderError: if it has stages that need the gradient of all ranks.
         TypeError: if a parameter is no floating-point torch tensor.
     """
@@ -128,7 +129,7 @@ class PushCodec:
         well_ordered = not check_order(fragment.stages)
         self.chain = chain(*fragment.transformations, self._push, check=well_ordered)
         self._info = info
-        self.layout = layout_of(params)
+        self.layout = layout_of(params, info)
         _check_torch(self.layout, params)
         self._plan = self._rehearsed(fragment)
         key = fragment.shared_code, self.layout.fingerprint
@@ -267,6 +268,11 @@ def _torch_dtype(spec: LeafSpec) -> torch.dtype:
 
 def _check_torch(layout: Layout, params: PyTree) -> None:
     for spec, leaf in zip(layout.leaves, flatten(params)[0], strict=True):
+        if spec.table is not None:
+            raise ValueError(
+                f"leaf {spec.path!r} has row-sparse gradients, and what is pushed is dense: build "
+                "the layer with sparse=False"
+            )
         if leaf is not None and not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"parameter {spec.path!r} is a {type(leaf).__name__}: a parameter server has "
