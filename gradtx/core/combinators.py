@@ -856,7 +856,8 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
         finite = ops.all_finite(arrays_in(leaves)) & finite_flag(extra, ops)
         if context is not None:
             finite = finite & context.progress.finite  # What an exchange to the left has heard.
-            finite = finite & all_finite(context.progress.rows)
+            if context.progress.rows:
+                finite = finite & all_finite(context.progress.rows)
         out, new = run(parts, updates, state.inner_states, params, {**extra, "finite": finite})
         if exchanges:
             agreed = functools.reduce(operator.and_, (new[i].finite for i in exchanges))
