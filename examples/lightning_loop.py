@@ -46,8 +46,8 @@ class CompressedDDP(DDPStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        synced = self.model.require_backward_grad_sync  # not within a window
-        if synced and self.scaler is None and not self.hook.report.ready:
+        report = self.hook.report if self.model.require_backward_grad_sync else None
+        if report is not None and self.scaler is None and not report.ready:
             self.model.zero_grad()  # a bad step of some rank: the optimizer finds no gradients
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
