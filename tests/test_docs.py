@@ -5,25 +5,35 @@ Every ```python block at the margin of README.md and docs/*.md runs, but for tho
 namespace; each section is one test. A block with ``>>>`` prompts is a doctest. Any other has to
 print just what the ```text block directly below it holds, and nothing if there is none. ``...``
 stands for anything.
+
+A block directly above a ```sh block with ``torchrun`` is a script: it is saved under the name that
+is launched there, and the commands run. One below ``<!-- from FILE -->`` has to stand in that file,
+which other tests run.
 """
 
 import contextlib
 import doctest
 import io
 import re
+import shlex
+import tempfile
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import gradtx as gx
 from gradtx.core.explain import rules_table
-
-ROOT = Path(__file__).parents[1]
+from programs import ROOT, TORCHRUN, python
 
 _FENCED = re.compile(
-    r"^(?P<not_run><!-- not run -->\n)?```python\n(?P<source>.*?)^```\n"
+    r"^(?P<not_run><!-- not run -->\n)?(?:<!-- from (?P<file>\S+) -->\n)?"
+    r"```python\n(?P<source>.*?)^```\n"
+    r"(?:\n*```sh\n(?P<commands>(?:(?:\w+=\w+ )*torchrun [^\n]*\n)+)^```\n)?"
     r"(?:\n*```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
@@ -36,6 +46,8 @@ class Block:
     line: int
     source: str
     output: str
+    file: str = ""
+    commands: str = ""
 
 
 @dataclass
@@ -72,18 +84,31 @@ class Page:
         return None
 
     def _run_block(self, block: Block) -> None:
-        if block.source.startswith(">>> "):
+        if block.file:
+            self._look_up(block)
+        elif block.commands:
+            self._compare(block, _launched(block))
+        elif block.source.startswith(">>> "):
             self._run_doctest(block)
-            return
-        # The empty lines make a traceback point into the page.
-        code = compile("\n" * block.line + block.source, str(self.path), "exec", dont_inherit=True)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, self._namespace)
+        else:
+            # The empty lines make a traceback point into the page.
+            source = "\n" * block.line + block.source
+            code = compile(source, str(self.path), "exec", dont_inherit=True)
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, self._namespace)
+            self._compare(block, printed.getvalue())
+
+    def _compare(self, block: Block, printed: str) -> None:
         checker, example = doctest.OutputChecker(), doctest.Example("", block.output)
-        if not checker.check_output(block.output, printed.getvalue(), doctest.ELLIPSIS):
-            difference = checker.output_difference(example, printed.getvalue(), doctest.ELLIPSIS)
+        if not checker.check_output(block.output, printed, doctest.ELLIPSIS):
+            difference = checker.output_difference(example, printed, doctest.ELLIPSIS)
             raise AssertionError(f"{self.path}:{block.line}\n{difference}")
+
+    def _look_up(self, block: Block) -> None:
+        text = (ROOT / block.file).read_text(encoding="utf-8")
+        if not any(textwrap.indent(block.source, depth * "    ") in text for depth in range(4)):
+            raise AssertionError(f"{self.path}:{block.line} does not stand in {block.file}")
 
     def _run_doctest(self, block: Block) -> None:
         name = f"{self.path.name}:{block.line}"
@@ -95,6 +120,19 @@ class Page:
         runner.run(examples, out=report.write, clear_globs=False)
         self._namespace.update(examples.globs)
         assert not report.getvalue(), report.getvalue()
+
+
+def _launched(block: Block) -> str:
+    """What a script prints, started by the commands below it."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = ""
+        for command in block.commands.splitlines():
+            before, after = map(shlex.split, command.split("torchrun", 1))
+            script = next(word for word in after if word.endswith(".py"))
+            Path(folder, script).write_text(block.source, encoding="utf-8")
+            variables = dict(word.split("=") for word in before)
+            printed += python(*TORCHRUN, *after, cwd=Path(folder), **variables)
+        return printed
 
 
 def _sections(text: str) -> list[Section]:
@@ -112,7 +150,8 @@ def _sections(text: str) -> list[Section]:
             sections.append(Section(match[1]))
         else:
             line = text.count("\n", 0, match.start("source"))
-            sections[-1].blocks.append(Block(line, match["source"], match["output"] or ""))
+            parts = (match[name] or "" for name in ("source", "output", "file", "commands"))
+            sections[-1].blocks.append(Block(line, *parts))
     return [section for section in sections if section.blocks]
 
 
@@ -137,6 +176,35 @@ def test_rules_page_holds_the_table_of_rules() -> None:
     assert "\n".join(table) == rules_table()
 
 
+def test_the_script_that_restarts_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [page] = [page for page in PAGES if page.path.name == "loops.md"]
+    blocks = [block for section in page.sections for block in section.blocks]
+    [script] = [block.source for block in blocks if block.commands]
+    namespace: dict[str, Any] = {"__name__": "train"}
+    exec(script, namespace)
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        pipe = gx.Pipeline(gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce()), model)
+        model(torch.arange(8.0)).sum().backward()
+        pipe.sync(optimizer)
+        residual = pipe.state_dict()["state"]
+        namespace["save"](7, model, optimizer, pipe)
+        for rank, state in enumerate(gx.reshard([pipe.state_dict()], 2)):
+            torch.save(state, tmp_path / "checkpoints" / "step_00000007" / f"state_{rank}.pt")
+        pipe = gx.Pipeline(pipe.tx, model)
+        assert namespace["load"](model, optimizer, pipe) == 7
+        found = pipe.state_dict()["state"]
+        assert all(torch.equal(found[key], value) for key, value in residual.items())
+        assert any(value.any() for key, value in residual.items() if "residual" in key)
+    finally:
+        dist.destroy_process_group()
+
+
 def _page(folder: Path, text: str) -> Page:
     path = folder / "page.md"
     path.write_text(text, encoding="utf-8")
@@ -150,6 +218,7 @@ def _page(folder: Path, text: str) -> Page:
         "```python\nprint(1)\n```\n",
         "```python\npass\n```\n\n```text\n2\n```\n",
         "```python\n>>> 1\n2\n```\n",
+        "<!-- from examples/custom_loop.py -->\n```python\ndef other() -> None:\n```\n",
     ],
 )
 def test_another_output_than_the_page_says_is_found(tmp_path: Path, block: str) -> None:
@@ -167,6 +236,11 @@ def test_sections_share_a_namespace_and_marked_blocks_are_left_out(tmp_path: Pat
     )
     assert [section.title for section in page.sections] == ["One", "Three"]
     page.run(1)
+
+
+def test_a_block_from_a_file_may_stand_deeper_there(tmp_path: Path) -> None:
+    line = "for rate, images, labels in batches(epochs):\n"
+    _page(tmp_path, f"<!-- from examples/custom_loop.py -->\n```python\n{line}```\n").run(0)
 
 
 def test_an_error_points_into_the_page(tmp_path: Path) -> None:

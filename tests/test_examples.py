@@ -3,11 +3,7 @@
 import importlib.util
 import json
 import multiprocessing
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,38 +11,10 @@ from torch.multiprocessing.spawn import ProcessException
 
 from gradtx import demo
 from gradtx.__main__ import main
+from programs import ROOT, TORCHRUN, python
 
-ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "custom_loop.py")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-TIME_LIMIT = 280
-
-
-def python(*arguments: str) -> str:
-    """What a Python program prints; it and all that it has started end with this call."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONWARNINGS": "error",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=TIME_LIMIT)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    assert process.returncode == 0, err
-    return out
+TWO_RANKS = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
 
 
 def accuracy_and_bytes(out: str) -> tuple[float, int]:
@@ -61,7 +29,7 @@ class TestCustomLoop:
 
     @pytest.mark.parametrize("style", [[], ["--functional"]], ids=["modules", "functional"])
     def test_two_ranks_learn_from_a_fiftieth_of_the_bytes(self, style: list[str]) -> None:
-        accuracy, sent = accuracy_and_bytes(python(*TORCHRUN, EXAMPLE, "--epochs", "5", *style))
+        accuracy, sent = accuracy_and_bytes(python(*TWO_RANKS, EXAMPLE, "--epochs", "5", *style))
         assert accuracy > self.FLOOR
         assert 0 < sent < 4 * 38_330 / 50
 
@@ -82,7 +50,7 @@ class TestMesh:
 
 
 class TestTorchAndJax:
-    @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["one", "two"])
+    @pytest.mark.parametrize("launcher", [(), TWO_RANKS], ids=["one", "two"])
     def test_parameters_in_torch_learn_from_gradients_of_jax(
         self, launcher: tuple[str, ...]
     ) -> None:
