@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,13 +27,16 @@ from gradtx.exchange.group import Group, find_group
 from gradtx.exchange.handshake import stop
 from gradtx.grouped import undone
 
-_INSTEAD = (
-    "shard within replicas, and exchange between them: mesh = init_device_mesh('cuda', (replicas, "
-    "shards), mesh_dim_names=('replicate', 'shard')), then fully_shard(model, mesh=mesh['shard']) "
-    "and allreduce(mesh['replicate'])"
-)
 _SAID = struct.Struct("<??dd")
 _VALUES = ("loss_scale", "weight")
+
+
+def _instead(device: str = "cuda") -> str:
+    return (
+        f"shard within replicas, and exchange between them: mesh = init_device_mesh({device!r}, "
+        "(replicas, shards), mesh_dim_names=('replicate', 'shard')), then fully_shard(model, "
+        "mesh=mesh['shard']) and allreduce(mesh['replicate'])"
+    )
 
 
 class Shards:
@@ -63,14 +66,14 @@ class Shards:
                     continue
                 if placement.is_replicate():
                     raise ValueError(
-                        f"parameter {path!r} is replicated on ranks {both} of a mesh, which reduces "
-                        "its gradient between them, and the exchange would do so again, with "
-                        f"nothing left to compress; {_INSTEAD}"
+                        f"parameter {path!r} is replicated on ranks {both} of a mesh, between which "
+                        "its gradient is reduced already: the exchange would do so again, with "
+                        f"nothing left to compress; {_instead(mesh.device_type)}"
                     )
                 raise ValueError(
-                    f"parameter {path!r} is spread over ranks {both}, and the exchange is over them "
-                    "too: the gradient is reduced already, and each of them has that of another "
-                    f"shard; {_INSTEAD}"
+                    f"parameter {path!r} is spread over ranks {both}, and the exchange is over "
+                    "them too: the gradient is reduced already, and each of them has that of another "
+                    f"shard; {_instead(mesh.device_type)}"
                 )
 
     def check_gradients(self) -> None:
@@ -179,15 +182,14 @@ def find_shards(model: Any, parameters: Mapping[str, Any]) -> Shards | None:
         ValueError: if the model is in FSDP1; if a parameter is not sharded where FSDP has sharded
             others, or is a part of a sum, or is spread over ranks of its own.
     """
-    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    if any(isinstance(m, _of_fsdp("FullyShardedDataParallel")) for m in modules):
+    if _has(model, "FullyShardedDataParallel"):
         raise ValueError(
             "the model is wrapped in FullyShardedDataParallel, FSDP1, which lays parameters into "
             "one and reduces their gradients itself: use torch.distributed.fsdp.fully_shard; "
-            f"{_INSTEAD}"
+            f"{_instead()}"
         )
     spread = {path: p for path, p in parameters.items() if is_dtensor(p)}
-    if any(isinstance(m, _of_fsdp("FSDPModule")) for m in modules):
+    if is_sharded(model):
         for path, p in parameters.items():
             if path not in spread and p is not None and p.requires_grad:
                 raise ValueError(
@@ -222,6 +224,16 @@ def _axes_of(mesh: Any) -> list[Group]:
 def _of_fsdp(name: str) -> Any:
     """A class of `torch.distributed.fsdp`; nothing, if nobody has imported that."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
+
+
+def _has(model: Any, name: str) -> bool:
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return any(isinstance(module, _of_fsdp(name)) for module in modules)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether `fully_shard` has been called on a module, or on some part of it."""
+    return _has(model, "FSDPModule")
 
 
 def make_sharded(model: Any) -> None:
@@ -285,7 +297,7 @@ def _reason_against(stage: Stage) -> str:
     return f"{stage} would take the norm of this rank's part alone: use {instead}"
 
 
-class Sharded(Direct):
+class AcrossShards(Direct):
     """Runs each step of a chain on the shards of this rank, together with the other shards.
 
     An error of any rank reaches all: its like in other replicas through the exchange, and from
@@ -313,9 +325,7 @@ class Sharded(Direct):
     def step(self, gradients: PyTree, **extra: Any) -> Outcome:
         """One update of this rank's parts, which may be written over."""
         values = {name: extra[name] for name in _VALUES if name in extra}
-        good = not self._leaves_out or all(
-            bool(x.isfinite().all()) for x in arrays_in(gradients)
-        )
+        good = not self._leaves_out or all(bool(x.isfinite().all()) for x in arrays_in(gradients))
         if not self._begun(good=good, **values):
             extra["finite"] = torch.tensor(False)
         return super().step(gradients, **extra)

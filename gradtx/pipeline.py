@@ -40,7 +40,7 @@ from gradtx.engine import Direct, Outcome, Overlapped
 from gradtx.exchange.grid import agree_on_grid, joint
 from gradtx.exchange.group import Group, find_group
 from gradtx.fsdp import (
-    Sharded,
+    AcrossShards,
     Shards,
     check_stages,
     find_shards,
@@ -113,6 +113,10 @@ class Pipeline:
             scaler's, and `weight` stays away. Whether it pays is tried in the first steps, and
             told by the property `overlap`; ``"always"`` does not try.
 
+    Parameters may be DTensors, such as `torch.distributed.fsdp.fully_shard` makes of one dimension
+    of a mesh, ``mesh["shard"]``: the exchange is then over the other one, ``mesh["replicate"]``,
+    and the chain sees the shards of this rank. All ranks of all replicas take a step, or none does.
+
     A chain with a `delayed` exchange does its work in a thread of its own, over a process group of
     its own, while the loop goes on; gradients are taken from ``.grad``, which is None until there
     is a result.
@@ -120,10 +124,12 @@ class Pipeline:
     Raises:
         ChainOrderError: if a payload comes out at the end (GX404), or there are several ranks and
             no exchange (GX405).
-        ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`, or a
-            `dynamic_loss_scale` as well; if there is either and the exchange is delayed: the next
-            loss scale cannot wait for its verdict. With overlap, if a stage before the exchange
-            looks at all leaves together, or the loss scale is known only to `sync`.
+        ValueError: if the model is wrapped in DDP or FSDP1; if parameters are spread over ranks of
+            the exchange, or a stage of the chain cannot do with shards (named, with what to use
+            instead); if there is a scaler and no `unscale`, or a `dynamic_loss_scale` as well; if
+            there is either and the exchange is delayed: the next loss scale cannot wait for its
+            verdict. With overlap, if a stage before the exchange looks at all leaves together, or
+            the loss scale is known only to `sync`.
         TypeError: if a parameter is no floating-point tensor, the scaler no GradScaler, or the
             exchange one over a JAX mesh.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
@@ -164,7 +170,7 @@ class Pipeline:
         self._engine: Direct | Overlapped | Grouped
         self._overlap = self._reason_off(overlap)
         if self._shards is not None:
-            self._engine = Sharded(self._run, self._between, self._tree, state, self._shards)
+            self._engine = AcrossShards(self._run, self._between, self._tree, state, self._shards)
         elif not self._overlap:
             known, widens = self._known_scale, self._with_masters
             trial = Trial("asked for" if overlap == "always" else "")
