@@ -65,16 +65,18 @@ class Shards:
                 if len(both) < 2:
                     continue
                 if placement.is_replicate():
-                    raise ValueError(
-                        f"parameter {path!r} is replicated on ranks {both} of a mesh, between which "
-                        "its gradient is reduced already: the exchange would do so again, with "
-                        f"nothing left to compress; {_instead(mesh.device_type)}"
+                    found = (
+                        f"replicated on ranks {both} of a mesh, between which its gradient is "
+                        "reduced already: the exchange would do so again, with nothing left to "
+                        "compress"
                     )
-                raise ValueError(
-                    f"parameter {path!r} is spread over ranks {both}, and the exchange is over "
-                    "them too: the gradient is reduced already, and each of them has that of another "
-                    f"shard; {_instead(mesh.device_type)}"
-                )
+                else:
+                    found = (
+                        f"spread over ranks {both}, and the exchange is over them too: the "
+                        "gradient is reduced already, and each of them has that of another shard"
+                    )
+                instead = _instead(mesh.device_type)
+                raise ValueError(f"parameter {path!r} is {found}; {instead}")
 
     def check_gradients(self) -> None:
         """Refuses gradients that are not laid out as their parameters are.

@@ -5,6 +5,7 @@ returns what it has found, and the tests look at that.
 """
 
 import copy
+import functools
 import io
 import math
 
@@ -22,11 +23,20 @@ from ranks import gloo_ranks, outcome
 
 torch_fsdp = pytest.importorskip("torch.distributed.fsdp")
 
-BETWEEN, INSIDE = "replicate", "shard"
 
+class Mesh:
+    """Replicas by shards.
 
-def a_mesh(*shape, names=(BETWEEN, INSIDE)):
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    Args:
+        name: of its dimensions; no two meshes of one process have the same, since torch remembers
+            meshes by that, with process groups that are gone.
+        shape: how many replicas, and how many shards.
+    """
+
+    def __init__(self, name, *shape):
+        names = f"{name}_replicate", f"{name}_shard"
+        self.whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        self.between, self.inside = (self.whole[each] for each in names)
 
 
 def network(seed=0):
@@ -45,8 +55,8 @@ def small():
 
 def sharded(mesh, model=None, **options):
     model = network() if model is None else model
-    torch_fsdp.fully_shard(model[0], mesh=mesh[INSIDE], **options)
-    return torch_fsdp.fully_shard(model, mesh=mesh[INSIDE], **options)
+    torch_fsdp.fully_shard(model[0], mesh=mesh.inside, **options)
+    return torch_fsdp.fully_shard(model, mesh=mesh.inside, **options)
 
 
 def batch(number, rank):
@@ -83,8 +93,10 @@ class Loop:
 
     def __init__(self, rank, mesh, *stages, scaler=None, model=None, op="mean", **options):
         self.rank, self.mesh, self.scaler = rank, mesh, scaler
-        self.model = sharded(mesh, **options) if model is None else model
-        self.tx = gx.chain(*stages, gx.allreduce(mesh[BETWEEN], op=op))
+        # Replicas start apart, and the Pipeline makes them those of the first.
+        replica = mesh.between.get_local_rank()
+        self.model = sharded(mesh, network(replica), **options) if model is None else model
+        self.tx = gx.chain(*stages, gx.allreduce(mesh.between, op=op))
         self.pipe = gx.Pipeline(self.tx, self.model, scaler=scaler)
         self.optimizer = torch.optim.SGD(self.pipe.parameters(), lr=0.1, momentum=0.9)
         self.reports = []
@@ -176,8 +188,8 @@ def beside_whole_model(rank, mesh):
             optimizer.zero_grad()
             whole(batch(number, rank)).square().mean().backward()
             for p in whole.parameters():
-                dist.all_reduce(p.grad, group=mesh[INSIDE].get_group())
-                p.grad /= mesh[INSIDE].size()
+                dist.all_reduce(p.grad, group=mesh.inside.get_group())
+                p.grad /= mesh.inside.size()
             pipe.sync(optimizer)
             optimizer.step()
         pairs = zip(loop.model.parameters(), whole.parameters(), strict=True)
@@ -230,7 +242,7 @@ def overflow_of_a_sum(rank, mesh):
     """Every gradient is finite, and their sum over the replicas is not, in one shard."""
     loop = Loop(rank, mesh, *CHAINS["topk"], op="sum")
     loop.backward(0)
-    if mesh[INSIDE].get_local_rank() == 1:
+    if mesh.inside.get_local_rank() == 1:
         part(loop.model[0].weight.grad)[0, 0] = 3e38
     before = loop.found
     report = loop.pipe.sync(loop.optimizer)
@@ -418,14 +430,13 @@ def trained_in_parallel(model, tx, replica, poisoned=False):
     return [whole(p).detach() for p in model.parameters()], pipe, reports
 
 
-def tensor_parallel(rank, _):
+def tensor_parallel(rank, mesh):
     """Layers in parallel, without FSDP, and the same with all layers whole."""
     from torch.distributed.tensor import Partial
 
-    mesh = a_mesh(2, 2, names=(BETWEEN, "tp"))
-    replica = mesh[BETWEEN].get_local_rank()
-    tx = gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce(mesh[BETWEEN]))
-    model = in_parallel(mesh["tp"])
+    replica = mesh.between.get_local_rank()
+    tx = gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce(mesh.between))
+    model = in_parallel(mesh.inside)
     found, pipe, _ = trained_in_parallel(model, tx, replica)
     expected, *_ = trained_in_parallel(in_parallel(None), tx, replica)
     bias = model[2].bias
@@ -433,15 +444,16 @@ def tensor_parallel(rank, _):
     return found, expected, outcome(pipe.sync)
 
 
-def both(rank, _):
+def both(rank, mesh):
     """Layers in parallel that FSDP has sharded as well, on one replica of 2 x 2 ranks."""
-    mesh = a_mesh(1, 2, 2, names=(BETWEEN, INSIDE, "tp"))
-    tx = gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce(mesh[BETWEEN]))
+    names = "one", "both", "parallel"
+    cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+    between, inside, parallel = (cube[name] for name in names)
+    tx = gx.chain(gx.topk(1.0), gx.ef(), gx.allreduce(between))
     found = []
     for poisoned in (False, rank == 2):
-        model = torch_fsdp.fully_shard(in_parallel(mesh["tp"]), mesh=mesh[INSIDE])
-        replica = mesh[INSIDE].get_local_rank()
-        values, pipe, reports = trained_in_parallel(model, tx, replica, poisoned)
+        model = torch_fsdp.fully_shard(in_parallel(parallel), mesh=inside)
+        values, pipe, reports = trained_in_parallel(model, tx, inside.get_local_rank(), poisoned)
         found.append((values, [r.skipped for r in reports], pipe.state_dict()["shard"]))
     return found
 
@@ -452,7 +464,7 @@ def whole(x):
 
 def refusals(rank, mesh):
     """What is said of what cannot be right; for each, by all ranks."""
-    between = gx.allreduce(mesh[BETWEEN])
+    between = gx.allreduce(mesh.between)
     topk = gx.topk(0.3), gx.ef()
 
     def refused(*stages, model=None, **given):
@@ -460,7 +472,7 @@ def refusals(rank, mesh):
         return outcome(gx.Pipeline, gx.chain(*stages), model, **given)
 
     def hybrid():
-        return torch_fsdp.fully_shard(network(), mesh=mesh)
+        return torch_fsdp.fully_shard(network(), mesh=mesh.whole)
 
     def over_all():
         return torch_fsdp.fully_shard(network())
@@ -470,18 +482,18 @@ def refusals(rank, mesh):
 
     def with_ignored():
         model = network()
-        return torch_fsdp.fully_shard(model, mesh=mesh[INSIDE], ignored_params={model[3].bias})
+        return torch_fsdp.fully_shard(model, mesh=mesh.inside, ignored_params={model[3].bias})
 
     def over_two_meshes():
         model = network()
-        torch_fsdp.fully_shard(model[0], mesh=mesh[BETWEEN])
-        return torch_fsdp.fully_shard(model, mesh=mesh[INSIDE])
+        torch_fsdp.fully_shard(model[0], mesh=mesh.between)
+        return torch_fsdp.fully_shard(model, mesh=mesh.inside)
 
     return {
         "hybrid": refused(*topk, between, model=hybrid),
         "over all": refused(*topk, gx.allreduce(), model=over_all),
         "exchange over all": refused(*topk, gx.allreduce()),
-        "over the shards": refused(*topk, gx.allreduce(mesh[INSIDE])),
+        "over the shards": refused(*topk, gx.allreduce(mesh.inside)),
         "FSDP1": refused(*topk, between, model=older),
         "ignored": refused(*topk, between, model=with_ignored),
         "two meshes": refused(*topk, between, model=over_two_meshes),
@@ -505,22 +517,14 @@ class Foreign:
         return updates, state
 
 
-SCENARIOS = (
-    beside_local_parts, beside_whole_model, bad_steps, overflow_of_a_sum, left_out_micro_steps,
-    errors, checkpoints, absent, options, statistics, clipped, refusals, tensor_parallel, both,
-)  # fmt: skip
+def in_mesh(rank, scenario):
+    return globals()[scenario](rank, Mesh(scenario, 2, 2))
 
 
-def two_by_two(rank):
-    mesh = a_mesh(2, 2)
-    return {scenario.__name__: scenario(rank, mesh) for scenario in SCENARIOS}
-
-
-@pytest.fixture(scope="module")
-def found():
-    """By scenario, what each of 2 x 2 ranks has found; rank 2 i + j has shard j of replica i."""
-    ranks = gloo_ranks(4, two_by_two, timeout=150.0)
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+@functools.cache
+def found(scenario):
+    """What each of 2 x 2 ranks has found; rank 2 i + j has shard j of replica i."""
+    return gloo_ranks(4, in_mesh, scenario.__name__, timeout=120.0)
 
 
 def told(outcomes):
@@ -529,53 +533,51 @@ def told(outcomes):
     return {kind: kinds.count(kind) for kind in kinds}, [text for _, text in outcomes]
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_sees_the_parts_of_a_rank_as_it_sees_plain_tensors(found, name):
-    ranks = [rank[name] for rank in found["beside_local_parts"]]
-    steps = 1 if name == "accumulate" else 3
-    assert all(equal == [True] * steps for equal, _ in ranks)
+def test_a_chain_sees_the_parts_of_a_rank_as_it_sees_plain_tensors():
+    steps = {name: 1 if name == "accumulate" else 3 for name in CHAINS}
+    for rank in found(beside_local_parts):
+        assert {name: equal for name, (equal, _) in rank.items()} == {
+            name: [True] * n for name, n in steps.items()
+        }
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_replicas_stay_equal_and_shards_differ(found, name):
-    values = [
-        {path: x for path, x in rank[name][1].items() if not path.startswith("states")}
-        for rank in found["beside_local_parts"]
-    ]
-    assert same(values[0], values[2])
-    assert same(values[1], values[3])
-    assert values[0]["0.weight"].shape == (4, 6)
-    assert values[1]["0.weight"].shape == (3, 6)
-    assert values[1]["3.weight"].shape == (0, 7)
+def test_replicas_stay_equal_and_shards_differ():
+    for name in CHAINS:
+        values = [
+            {path: x for path, x in rank[name][1].items() if not path.startswith("states")}
+            for rank in found(beside_local_parts)
+        ]
+        assert same(values[0], values[2]), name
+        assert same(values[1], values[3]), name
+        assert values[0]["0.weight"].shape == (4, 6)
+        assert values[1]["0.weight"].shape == (3, 6)
+        assert values[1]["3.weight"].shape == (0, 7)
 
 
-@pytest.mark.parametrize("name", ["dense", "cast"])
-def test_what_acts_on_each_value_trains_as_without_shards(found, name):
-    for rank in found["beside_whole_model"]:
-        assert rank[name] < 1e-6
+def test_what_acts_on_each_value_trains_as_without_shards():
+    for rank in found(beside_whole_model):
+        assert rank["dense"] < 1e-6
+        assert rank["cast"] < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("name", "skipped", "scale"),
-    [
-        ("topk", [False, True, False], None),
-        ("sign", [False, True, False], None),
-        ("window", [False, False, False, True, False, False], None),
-        ("own scale", [False, True, False], 32.0),
-        ("scaler", [False, True, False], 128.0),
-    ],
-)
-def test_a_bad_step_of_one_shard_leaves_no_trace_on_any_rank(found, name, skipped, scale):
-    for rank in found["bad_steps"]:
-        assert rank[name] == (True, skipped, scale)
+def test_a_bad_step_of_one_shard_leaves_no_trace_on_any_rank():
+    one = [False, True, False]
+    for rank in found(bad_steps):
+        assert rank == {
+            "topk": (True, one, None),
+            "sign": (True, one, None),
+            "window": (True, [False, False, False, True, False, False], None),
+            "own scale": (True, one, 32.0),
+            "scaler": (True, one, 128.0),
+        }
 
 
-def test_a_sum_that_overflows_in_one_shard_is_a_bad_step_of_all(found):
-    assert found["overflow_of_a_sum"] == [(True, True, True)] * 4
+def test_a_sum_that_overflows_in_one_shard_is_a_bad_step_of_all():
+    assert found(overflow_of_a_sum) == [(True, True, True)] * 4
 
 
-def test_a_micro_step_bad_for_one_shard_is_left_out_of_its_replica(found):
-    for same_state, rest in found["left_out_micro_steps"]:
+def test_a_micro_step_bad_for_one_shard_is_left_out_of_its_replica():
+    for same_state, rest in found(left_out_micro_steps):
         assert same_state
         assert rest == [[128.0, [False, True, False, True]]] * 2
 
@@ -588,34 +590,34 @@ def test_a_micro_step_bad_for_one_shard_is_left_out_of_its_replica(found):
         ("construction", "ValueError", "Pipeline(max_skips=0): expected a whole number"),
     ],
 )
-def test_an_error_of_one_rank_is_raised_by_all(found, name, kind, text):
-    kinds, texts = told([rank[name] for rank in found["errors"]])
+def test_an_error_of_one_rank_is_raised_by_all(name, kind, text):
+    kinds, texts = told([rank[name] for rank in found(errors)])
     assert kinds == {"RankMismatchError": 3, kind: 1}
     assert all(text in one for one in texts)
     assert all(one.startswith("rank 3 failed ") and kind in one for one in texts[:3])
 
 
-def test_after_an_error_all_go_on_as_if_nothing_had_happened(found):
-    for rank in found["errors"]:
+def test_after_an_error_all_go_on_as_if_nothing_had_happened():
+    for rank in found(errors):
         assert rank["nothing has moved"]
         assert rank["goes on"]
 
 
-def test_weights_and_loss_scales_are_the_same_within_a_replica(found):
-    kinds, texts = told([rank["weights"] for rank in found["errors"]])
+def test_weights_and_loss_scales_are_the_same_within_a_replica():
+    kinds, texts = told([rank["weights"] for rank in found(errors)])
     assert kinds == {"RankMismatchError": 4}
     assert all("weight is [1.0, 2.0] on the ranks of one replica" in one for one in texts)
-    kinds, texts = told([rank["scales"] for rank in found["errors"]])
+    kinds, texts = told([rank["scales"] for rank in found(errors)])
     assert kinds == {"RankMismatchError": 4}
     assert all("scaled by 256.0" in one and "scaled by 512.0" in one for one in texts)
 
 
-def test_windows_end_and_are_flushed_with_weights_of_replicas(found):
-    assert [rank["ready"] for rank in found["errors"]] == [[False, True, False, True]] * 4
+def test_windows_end_and_are_flushed_with_weights_of_replicas():
+    assert [rank["ready"] for rank in found(errors)] == [[False, True, False, True]] * 4
 
 
-def test_a_loop_that_is_loaded_goes_on_bit_for_bit(found):
-    for rank, (equal, other, state) in enumerate(found["checkpoints"]):
+def test_a_loop_that_is_loaded_goes_on_bit_for_bit():
+    for rank, (equal, other, state) in enumerate(found(checkpoints)):
         assert equal
         assert (state["rank"], state["world_size"]) == (rank // 2, 2)
         assert (state["shard"], state["shards"]) == (rank % 2, 2)
@@ -623,8 +625,8 @@ def test_a_loop_that_is_loaded_goes_on_bit_for_bit(found):
         assert other == ("ValueError", text)
 
 
-def test_states_of_one_shard_are_made_for_another_number_of_replicas(found):
-    states = [state for *_, state in found["checkpoints"]]
+def test_states_of_one_shard_are_made_for_another_number_of_replicas():
+    states = [state for *_, state in found(checkpoints)]
     anew = gx.reshard(states[1::2], 3)
     assert [(x["rank"], x["world_size"], x["shard"], x["shards"]) for x in anew] == [
         (rank, 3, 1, 2) for rank in range(3)
@@ -638,17 +640,17 @@ def test_states_of_one_shard_are_made_for_another_number_of_replicas(found):
         gx.reshard(states, 3)
 
 
-def test_a_gradient_that_a_replica_lacks_counts_as_zero(found):
-    whole = found["absent"][0][1]
-    for rank, (layout, own, mean, gone) in enumerate(found["absent"]):
+def test_a_gradient_that_a_replica_lacks_counts_as_zero():
+    whole = found(absent)[0][1]
+    for rank, (layout, own, mean, gone) in enumerate(found(absent)):
         assert layout == ((7, 6), True)
         assert (own is None) == (rank > 1)
         assert torch.equal(mean, whole / 2)
         assert gone
 
 
-def test_options_of_fully_shard_change_no_more_than_rounding(found):
-    for rank in found["options"]:
+def test_options_of_fully_shard_change_no_more_than_rounding():
+    for rank in found(options):
         plain = rank["none"]
         for name, tolerance in {
             "sums in bfloat16": 0.02,
@@ -662,16 +664,16 @@ def test_options_of_fully_shard_change_no_more_than_rounding(found):
         assert rank["after a forward pass"]
 
 
-def test_running_statistics_are_averaged_over_all_ranks(found):
-    mean = torch.stack([own for own, _ in found["statistics"]]).double().mean(0).float()
-    for _, averaged in found["statistics"]:
+def test_running_statistics_are_averaged_over_all_ranks():
+    mean = torch.stack([own for own, _ in found(statistics)]).double().mean(0).float()
+    for _, averaged in found(statistics):
         torch.testing.assert_close(averaged, mean)
 
 
-def test_the_norm_that_torch_clips_by_is_that_of_the_whole_gradient(found):
-    for whole_norm, norm in found["clipped"]:
+def test_the_norm_that_torch_clips_by_is_that_of_the_whole_gradient():
+    for whole_norm, norm in found(clipped):
         assert norm == pytest.approx(whole_norm)
-    assert len({norm for _, norm in found["clipped"]}) == 1
+    assert len({norm for _, norm in found(clipped)}) == 1
 
 
 INSTEAD = (
@@ -714,30 +716,30 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_by_all_ranks(found, name):
-    outcomes = [rank[name] for rank in found["refusals"]]
+def test_what_cannot_be_right_is_refused_by_all_ranks(name):
+    outcomes = [rank[name] for rank in found(refusals)]
     kind = {"no exchange": "ChainOrderError", "DDP hook": "TypeError"}.get(name, "ValueError")
     assert all(one != "fine" and one[0] == kind for one in outcomes)
     assert REFUSED[name] in outcomes[0][1]
 
 
-def test_layers_in_parallel_train_as_whole_layers_do(found):
-    for parallel, expected, _ in found["tensor_parallel"]:
+def test_layers_in_parallel_train_as_whole_layers_do():
+    for parallel, expected, _ in found(tensor_parallel):
         for one, other in zip(parallel, expected, strict=True):
             torch.testing.assert_close(one, other)
 
 
-def test_a_gradient_that_is_a_part_of_a_sum_is_refused(found):
+def test_a_gradient_that_is_a_part_of_a_sum_is_refused():
     text = (
         "the gradient of '2.bias' is (Partial(sum),), and the parameter (Replicate(),): write "
         "p.grad = p.grad.redistribute(placements=p.placements) before sync()"
     )
-    assert [refused for *_, refused in found["tensor_parallel"]] == [("ValueError", text)] * 4
+    assert [refused for *_, refused in found(tensor_parallel)] == [("ValueError", text)] * 4
 
 
-def test_shards_of_layers_in_parallel_step_together(found):
-    expected = found["tensor_parallel"][0][1]
-    for rank, (good, bad) in enumerate(found["both"]):
+def test_shards_of_layers_in_parallel_step_together():
+    expected = found(tensor_parallel)[0][1]
+    for rank, (good, bad) in enumerate(found(both)):
         for one, other in zip(good[0], expected, strict=True):
             torch.testing.assert_close(one, other)
         assert [good[1], bad[1]] == [[False, False, False], [False, True, False]]
@@ -746,7 +748,7 @@ def test_shards_of_layers_in_parallel_step_together(found):
 
 def one_shard(rank):
     """Three replicas of one shard each, beside plain parameters."""
-    mesh = a_mesh(3, 1)
+    mesh = Mesh("one_shard", 3, 1)
     found = []
     for model in (sharded(mesh), network()):
         loop = Loop(rank, mesh, *CHAINS["topk"], model=model)
@@ -758,7 +760,7 @@ def one_shard(rank):
 
 def one_replica(rank):
     """One replica of two shards: nothing to exchange, and the shards have to agree all the same."""
-    mesh = a_mesh(1, 2)
+    mesh = Mesh("one_replica", 1, 2)
     return bad_steps(rank, mesh), beside_whole_model(rank, mesh)
 
 
