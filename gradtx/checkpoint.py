@@ -14,14 +14,21 @@ from gradtx.core.tree import path_of
 from gradtx.exchange.group import Group
 
 
-def identity(tx: Chain, group: Group) -> dict[str, Any]:
-    """What a saved state is of: the format, the chain, the rank and how many there are."""
+def identity(tx: Chain, group: Group, shards: Group | None = None) -> dict[str, Any]:
+    """What a saved state is of: the format, the chain, the rank and how many there are.
+
+    Args:
+        tx: the chain.
+        group: the ranks that exchange.
+        shards: those that the parameters are spread over, if they are.
+    """
     return {
         "format": 1,
         "chain": tx.shared_code,
         "rank": group.rank,
         "world_size": group.size,
         **({"nodes": tx.groups[0].size} if tx.inners else {}),
+        **({"shard": shards.rank, "shards": shards.size} if shards and shards.size > 1 else {}),
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradtx.exchange.group import Group, find_group
+from gradtx.fsdp import is_sharded
 
 # By attribute: the option as it is given, and what DDP does where it is set.
 _OPTIONS = {
@@ -34,6 +35,11 @@ def check_model(model: Any) -> None:
         TypeError: if it is not wrapped in DDP.
         ValueError: naming the option of DDP, or the hook that is there already.
     """
+    if is_sharded(model):
+        raise TypeError(
+            "model is sharded by fully_shard, which calls no hook of DDP: use a Pipeline, with the "
+            "exchange between replicas: Pipeline(chain(..., allreduce(mesh['replicate'])), model)"
+        )
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model is a {type(model).__name__}: expected a DistributedDataParallel, such as the "

@@ -60,10 +60,15 @@ class Direct:
         self._pool = Pool()
         self.state = state
 
+    @property
+    def params(self) -> PyTree:
+        """The parameters, as the chain sees them."""
+        return self._params
+
     def step(self, gradients: PyTree, **extra: Any) -> Outcome:
         """One update; gradients may be written over."""
         extra["pool"] = self._pool
-        return self._run(lambda: self._tx.update(gradients, self.state, self._params, **extra))
+        return self._run(lambda: self._tx.update(gradients, self.state, self.params, **extra))
 
     def fail(self, error: Exception) -> None:
         """Tells the other ranks that this one will not come to the next exchange, and why."""
@@ -71,7 +76,7 @@ class Direct:
 
     def flush(self, **extra: Any) -> Outcome:
         """One step of what is held back."""
-        return self._run(lambda: self._tx.flush(self.state, self._params, **extra))
+        return self._run(lambda: self._tx.flush(self.state, self.params, **extra))
 
     @property
     def pending(self) -> bool:
@@ -81,7 +86,7 @@ class Direct:
     def _run(self, update: Callable[[], tuple[PyTree, Any]]) -> Outcome:
         sent, before = self._group.sent, int(self.state.total_notfinite)
         with torch.no_grad():
-            updates, self.state = update()
+            updates, self.state = self._taken(update)
         self._pool.reclaim(lambda: arrays_in(self.state))
         window = window_state(self.state.states)
         decided = window is None or bool(window.closed)
@@ -92,6 +97,10 @@ class Direct:
             decided and window is not None and not window.clean and bool(self.state.ready),
             self._group.sent - sent,
         )
+
+    def _taken(self, update: Callable[[], tuple[PyTree, Any]]) -> tuple[PyTree, Any]:
+        """What a step gives, and the state that it leads to."""
+        return update()
 
     def close(self) -> None:
         """Ends all that it has begun."""

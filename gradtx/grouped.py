@@ -468,7 +468,7 @@ def undone(
         if isinstance(part, Exchange):
             out.append(after._replace(finite=torch.tensor(False)))
         elif not isinstance(part, Gate):
-            out.append(before)
+            out.append(part.conclude(before, torch.tensor(False)))
         else:
             inner = undone(part.parts, before.inner_states, after.inner_states)
             state = after._replace(inner_states=inner)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from gradtx.backends import is_dtensor
 from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import check_identity, flatten_state, identity, restore_state
 from gradtx.checks import (
@@ -30,6 +31,7 @@ from gradtx.core.tree import (
     flatten,
     flatten_with_paths,
     keeps_running_statistics,
+    map_leaves,
     parameters_of,
     unflatten,
     widen,
@@ -37,6 +39,15 @@ from gradtx.core.tree import (
 from gradtx.engine import Direct, Outcome, Overlapped
 from gradtx.exchange.grid import agree_on_grid, joint
 from gradtx.exchange.group import Group, find_group
+from gradtx.fsdp import (
+    AcrossShards,
+    Shards,
+    check_stages,
+    find_shards,
+    local,
+    make_sharded,
+    spread_like,
+)
 from gradtx.grouped import Grouped, Trial, partition, reason_against
 from gradtx.interop.amp import ScalerAdapter
 from gradtx.masters import Masters
@@ -102,6 +113,10 @@ class Pipeline:
             scaler's, and `weight` stays away. Whether it pays is tried in the first steps, and
             told by the property `overlap`; ``"always"`` does not try.
 
+    Parameters may be DTensors, such as `torch.distributed.fsdp.fully_shard` makes of one dimension
+    of a mesh, ``mesh["shard"]``: the exchange is then over the other one, ``mesh["replicate"]``,
+    and the chain sees the shards of this rank. All ranks of all replicas take a step, or none does.
+
     A chain with a `delayed` exchange does its work in a thread of its own, over a process group of
     its own, while the loop goes on; gradients are taken from ``.grad``, which is None until there
     is a result.
@@ -109,10 +124,12 @@ class Pipeline:
     Raises:
         ChainOrderError: if a payload comes out at the end (GX404), or there are several ranks and
             no exchange (GX405).
-        ValueError: if the model is wrapped in DDP; if there is a scaler and no `unscale`, or a
-            `dynamic_loss_scale` as well; if there is either and the exchange is delayed: the next
-            loss scale cannot wait for its verdict. With overlap, if a stage before the exchange
-            looks at all leaves together, or the loss scale is known only to `sync`.
+        ValueError: if the model is wrapped in DDP or FSDP1; if parameters are spread over ranks of
+            the exchange, or a stage of the chain cannot do with shards (named, with what to use
+            instead); if there is a scaler and no `unscale`, or a `dynamic_loss_scale` as well; if
+            there is either and the exchange is delayed: the next loss scale cannot wait for its
+            verdict. With overlap, if a stage before the exchange looks at all leaves together, or
+            the loss scale is known only to `sync`.
         TypeError: if a parameter is no floating-point tensor, the scaler no GradScaler, or the
             exchange one over a JAX mesh.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
@@ -138,20 +155,23 @@ class Pipeline:
     ) -> None:
         self._groups: tuple[Group, ...] = (find_group(None),)
         self._between = self._group = self._groups[0]
+        self._shards: Shards | None = None
         try:
             state = self._prepare(tx, model, scaler, max_skips, overlap)
         except Exception as error:
-            if self._group.size > 1:
-                tell_why(self._groups, error)
+            if self._everyone.size > 1:
+                tell_why(self._axes, error)
             raise
-        if self._group.size > 1:
-            agree_on_grid(self._groups, self._replicas())
-            _broadcast(self._group, list(self._replicated().values()))
+        if self._everyone.size > 1:
+            agree_on_grid(self._axes, self._replicas())
+            self._make_equal(self._replicated().values())
         self._masters = Masters(self._parameters if self._with_masters else {})
         # Now that all ranks come: it may make a process group.
         self._engine: Direct | Overlapped | Grouped
         self._overlap = self._reason_off(overlap)
-        if not self._overlap:
+        if self._shards is not None:
+            self._engine = AcrossShards(self._run, self._between, self._tree, state, self._shards)
+        elif not self._overlap:
             known, widens = self._known_scale, self._with_masters
             trial = Trial("asked for" if overlap == "always" else "")
             self._engine = Grouped(
@@ -167,6 +187,16 @@ class Pipeline:
         else:
             engine = Overlapped if self.tx.delay else Direct
             self._engine = engine(self._run, self._between, self._tree, state)
+
+    @property
+    def _axes(self) -> tuple[Group, ...]:
+        """The groups of this rank: that between nodes first, and last the ranks of its replica."""
+        return self._groups if self._shards is None else (*self._groups, self._shards.group)
+
+    @property
+    def _everyone(self) -> Group:
+        """All ranks: those that exchange, and those that they share a replica with."""
+        return joint(self._axes)
 
     @property
     def overlap(self) -> str:
@@ -222,6 +252,12 @@ class Pipeline:
         self, tx: Any, model: Any, scaler: Any, max_skips: int | None, overlap: bool | str
     ) -> Any:
         """All of the construction that one rank does alone, and may fail in; the first state."""
+        self._module = model if isinstance(model, torch.nn.Module) else None
+        if self._module is not None:
+            make_sharded(self._module)
+        self._tree, self._info = parameters_of(model)
+        paths, leaves, _ = flatten_with_paths(self._tree)
+        self._shards = find_shards(model, dict(zip(paths, leaves, strict=True)))
         self.tx = tx if isinstance(tx, Chain) else Chain(flat((tx,)))
         self._with_masters = any(
             isinstance(last, BareEnclosing) and last.stage == MASTER_WEIGHTS
@@ -244,29 +280,34 @@ class Pipeline:
         _refuse_ddp(model)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
         self._check_scaler()
-        self._module = model if isinstance(model, torch.nn.Module) else None
-        self._tree, self._info = parameters_of(model)
         if self._module is not None:
             self._tree = {path: p for path, p in self._tree.items() if p.requires_grad}
         self._paths, leaves, self._treespec = flatten_with_paths(self._tree)
         named = zip(self._paths, leaves, strict=True)
         self._parameters: Tensors = {path: leaf for path, leaf in named if leaf is not None}
         _refuse_shared(self._parameters)
-        state = self._run.init(self._tree, self._info)
+        if self._shards is not None:
+            self._shards.check_apart(self._groups)
+            check_stages(self.tx, overlap=overlap, masters=self._with_masters)
+        state = self._run.init(map_leaves(local, self._tree), self._info)
         self._check_tables(state, overlap)
-        self._values = sum(p.numel() for p in self._parameters.values())
+        self._values = sum(local(p).numel() for p in self._parameters.values())
         if overlap:
             self._check_overlap()
         return state
 
     def _check_tables(self, state: Any, overlap: bool | str) -> None:
-        for i in state.layout.tables:
-            given = "the chain has master_weights()" if self._with_masters else "overlap=True"
-            if self._with_masters or overlap:
-                raise ValueError(
-                    f"parameter {state.layout.leaves[i].path!r} has row-sparse gradients and "
-                    f"{given}, for dense ones: build the layer with sparse=False, or leave it out"
-                )
+        dense = {
+            "the chain has master_weights()": self._with_masters,
+            "overlap=True": bool(overlap),
+            "the model is sharded": self._shards is not None,
+        }
+        given = [what for what, there in dense.items() if there]
+        for i in state.layout.tables if given else ():
+            raise ValueError(
+                f"parameter {state.layout.leaves[i].path!r} has row-sparse gradients and "
+                f"{given[0]}, for dense ones: build the layer with sparse=False"
+            )
 
     def sync(
         self,
@@ -298,6 +339,8 @@ class Pipeline:
         self._check_group()
         try:
             self._check_frozen()
+            if self._shards is not None:
+                self._shards.check_gradients()
             if self._with_masters:
                 self._masters.attach(optimizers)
             extra = self._loss_scale(optimizers, loss_scale)
@@ -308,7 +351,7 @@ class Pipeline:
         except Exception as error:
             self._engine.fail(error)
             raise
-        self._skips.look((path, p.grad) for path, p in self._parameters.items())
+        self._skips.look((path, local(p.grad)) for path, p in self._parameters.items())
         outcome = self._engine.step(self._gradients(), **extra)
         return self._report(outcome, optimizers)
 
@@ -406,22 +449,27 @@ class Pipeline:
         Running means and variances are averaged; all other buffers are rank 0's. Call it before
         evaluating or saving the model.
         """
-        if self._module is None or self._group.size == 1:
+        if self._module is None or self._everyone.size == 1:
             return
         # Buffers may have changed their sizes since the first step.
-        agree_on_grid(self._groups, self._replicas())
+        agree_on_grid(self._axes, self._replicas())
         averaged = _running_statistics(self._module)
         if averaged:
-            flat_sum = self._group.all_reduce(
+            flat_sum = self._everyone.all_reduce(
                 torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in averaged])
             )
-            means = (flat_sum / self._group.size).split([b.numel() for b in averaged])
+            means = (flat_sum / self._everyone.size).split([b.numel() for b in averaged])
             with torch.no_grad():
                 for buffer, mean in zip(averaged, means, strict=True):
                     buffer.copy_(mean.reshape(buffer.shape))
         done = {id(buffer) for buffer in averaged}
-        rest = [buffer for buffer in self._module.buffers() if id(buffer) not in done]
-        _broadcast(self._group, rest)
+        self._make_equal(buffer for buffer in self._module.buffers() if id(buffer) not in done)
+
+    def _make_equal(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Makes tensors those of rank 0, and parts of tensors those of the first replica."""
+        tensors = list(tensors)
+        _broadcast(self._everyone, [x for x in tensors if not is_dtensor(x)])
+        _broadcast(self._group, [local(x) for x in tensors if is_dtensor(x)])
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain tensors and numbers, the tensors keyed by parameter path.
@@ -432,7 +480,7 @@ class Pipeline:
         """
         state = self._engine.state
         return {
-            **identity(self.tx, self._group),
+            **self._identity,
             "per_rank": rules_of(self._run, state),
             "state": flatten_state(state),
             **({"masters": self._masters.state_dict()} if self._with_masters else {}),
@@ -447,11 +495,16 @@ class Pipeline:
         Raises:
             ValueError: naming what differs; the state is then as it was.
         """
-        check_identity(state_dict, identity(self.tx, self._group), "a Pipeline")
+        check_identity(state_dict, self._identity, "a Pipeline")
         restored = restore_state(self._engine.state, state_dict["state"])
         if self._with_masters:
             self._masters.load_state_dict(state_dict.get("masters"))
         self._engine.state = restored
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        shards = None if self._shards is None else self._shards.group
+        return identity(self.tx, self._group, shards)
 
     @property
     def state(self) -> Any:
@@ -520,7 +573,7 @@ class Pipeline:
 
     def _gradients(self) -> PyTree:
         found = [self._parameters.get(path) for path in self._paths]
-        grads = [None if p is None else p.grad for p in found]
+        grads = [None if p is None else local(p.grad) for p in found]
         if self._with_masters:
             # What is given in FP32 comes out in FP32.
             grads = [None if g is None else widen(g) for g in grads]
@@ -541,10 +594,11 @@ class Pipeline:
             if update.is_sparse:
                 parameter.grad = update.to(parameter.dtype)
             elif parameter.grad is None:
-                parameter.grad = update.to(parameter.dtype).clone()
+                parameter.grad = spread_like(update.to(parameter.dtype).clone(), parameter)
             else:
-                if parameter.grad.data_ptr() != update.data_ptr():  # It may be there already.
-                    parameter.grad.copy_(update)
+                grad = local(parameter.grad)
+                if grad.data_ptr() != update.data_ptr():  # It may be there already.
+                    grad.copy_(update)
         return any(update is not None for update in updates)
 
     def _replicated(self) -> Tensors:
@@ -558,12 +612,23 @@ class Pipeline:
         """What ranks compare before they take rank 0's values: the chain, and all tensors."""
         layout = Layout(
             tuple(
-                LeafSpec(path, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+                LeafSpec(path, tuple(t.shape), _described(t))
                 for path, t in self._replicated().items()
             ),
             None,
         )
-        return Context(layout, self.tx.context(None).code)
+        code = self.tx.context(None).code
+        if self._shards is not None and self._scaler is not None:
+            # What the ranks of a replica multiply their losses by is in one gradient.
+            code += f", scaled by {self._scaler.scale}"
+        return Context(layout, code)
+
+
+def _described(x: torch.Tensor) -> str:
+    """The dtype of a tensor, and how it is spread, if it is."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    placements: Any = getattr(x, "placements", ())
+    return " ".join([dtype, *map(str, placements)]) if is_dtensor(x) else dtype
 
 
 def _refuse_ddp(model: Any) -> None:

@@ -134,6 +134,9 @@ def reshard(states: Sequence[Any], new_size: int, *, tx: Any = None) -> list[Any
     conserved. What is the same on all ranks stays: counters, loss scales, low-rank factors, results
     that `delayed` has queued, master weights, the state of an optimizer.
 
+    Of a sharded model the ranks here are replicas: the states of one shard are made for another
+    number of these, shard by shard, and the number of shards stays.
+
     Sums are made in FP64. With as many ranks as before, each has what it had (but for an exchange
     in two stages, where nodes may have changed).
 
@@ -450,6 +453,12 @@ def _rank_order(states: Sequence[Any], names: Sequence[str]) -> list[int]:
     where: dict[Any, int] = {}
     for i, (state, name) in enumerate(zip(states, names, strict=True)):
         _check_identity(state, name)
+        if state.get("shard") != states[0].get("shard"):
+            raise ValueError(
+                f"{name} is of shard {state.get('shard')} and {names[0]} of shard "
+                f"{states[0].get('shard')}: give the states of one shard at a time, of all "
+                "replicas; the number of shards has to stay as it is"
+            )
         size, rank = state["world_size"], state["rank"]
         if size != states[0]["world_size"]:
             raise ValueError(

@@ -441,7 +441,7 @@ def test_a_window_says_what_to_do_instead():
     ("chain", "options", "text"),
     [
         ([gx.allreduce(), gx.master_weights()], {}, "the chain has master_weights()"),
-        ([gx.allreduce()], {"overlap": True}, "overlap=True, for dense ones"),
+        ([gx.allreduce()], {"overlap": True}, "overlap=True, for dense ones: build"),
     ],
 )
 def test_a_pipeline_refuses_what_it_cannot_do_with_rows(chain, options, text):
