@@ -24,6 +24,7 @@ from gradtx.core.combinators import apply_if_finite, ef, error_feedback, masked
 from gradtx.core.errors import (
     ChainOrderError,
     NeverFiniteError,
+    RankLostError,
     RankMismatchError,
     Violation,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "Powers",
     "Predicate",
     "PushReport",
+    "RankLostError",
     "RankMismatchError",
     "Schedule",
     "ServerUpdate",
