@@ -248,3 +248,12 @@ def faults_after(loop, before):
             f"{key} has changed later" for key in kept if not same(kept[key], loop.kept()[key])
         ]
     return found
+
+
+def save_for_ever(line, path):
+    """Writes one checkpoint after the other, with the number of each in it."""
+    first = int(time.time() * 1e6)
+    for number in range(first, first + 10**6):
+        gx.save_checkpoint({"number": number, "x": torch.full((100_000,), number)}, path)
+        if number == first:
+            line.tell("written")
