@@ -83,11 +83,12 @@ class Fate:
         share: of how long that takes in other steps.
         late: by how many seconds another rank comes later to this collective.
         dies: whether this is the rank that is killed; else it is the one that comes later.
+        how: by which signal.
     """
 
-    def __init__(self, marks, collective, share, late, dies):
+    def __init__(self, marks, collective, share, late, dies, how=signal.SIGKILL):
         self._marks, self._collective, self._share = marks, collective, share
-        self._late, self._dies = late, dies
+        self._late, self._dies, self._signal, self._met = late, dies, how, False
         self._times, self._usual, self._step_began, self._seconds = [], [], 0.0, 0.0
         for name in ("_all_gather", "_all_to_all", "_gather", "_all_reduce", "_broadcast"):
             setattr(ProcessGroup, name, self._watched(getattr(ProcessGroup, name)))
@@ -119,13 +120,16 @@ class Fate:
         return call
 
     def _doom(self, seconds):
+        if self._met:
+            return
+        self._met = True
         if not self._dies:
             time.sleep(self._late)
             return
 
         def kill():
             time.sleep(self._share * seconds)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
 
         threading.Thread(target=kill, daemon=True).start()
 
@@ -187,9 +191,19 @@ class Loop:
         return [*self.net.parameters(), *self.pipe.parameters()]
 
     def weights(self):
-        """A hash over the bits of all parameters."""
-        parts = [p.detach().reshape(-1).view(torch.uint8).numpy() for p in self.net.parameters()]
-        return hashlib.sha256(b"".join(map(bytes, parts))).hexdigest()
+        return digest(list(self.net.parameters()))
+
+
+def digest(tree):
+    """A hash over the bits of all that is in a tree of dicts and lists."""
+    if isinstance(tree, dict):
+        return digest([part for pair in tree.items() for part in pair])
+    if isinstance(tree, (list, tuple)):
+        return hashlib.sha256("".join(map(digest, tree)).encode()).hexdigest()
+    if isinstance(tree, torch.Tensor):
+        shown = bytes(tree.detach().reshape(-1).view(torch.uint8).numpy())
+        return hashlib.sha256(f"{tree.dtype} {tuple(tree.shape)}".encode() + shown).hexdigest()
+    return hashlib.sha256(repr(tree).encode()).hexdigest()
 
 
 def same(one, other):
@@ -204,7 +218,7 @@ def same(one, other):
 
 
 def train(line, rank, name, store, limit, fate=None):
-    """Trains, and tells of it: the weights after each step, and how it has ended."""
+    """Trains, and tells of it: the weights after each step, how it has ended, what is wrong."""
     with among(rank, ranks_of(name), store, limit):
         loop = Loop(rank, name)
         fate = fate and Fate(Marks(fate[0]), *fate[1:])
@@ -225,6 +239,34 @@ def train(line, rank, name, store, limit, fate=None):
             line.tell((weights, str(error), faults_after(loop, before)))
             return
         line.tell((weights, "", []))
+
+
+def exchange_alone(line, rank, store, folder):
+    """Trains as `restarted.py` does, undisturbed."""
+    from restarted import train as train_on
+
+    with among(rank, 2, store, 60.0):
+        line.tell(train_on(folder)[0])
+
+
+def fail_in_the_loss(line, rank, store, tells):
+    """Three steps; in the second, rank 1 fails before it comes to `sync`, and may tell."""
+    with among(rank, 3, store, 30.0):
+        loop, heard = Loop(rank, "gather"), []
+        for step in range(3):
+            loop.backward(step)
+            before = loop.kept()
+            try:
+                if (rank, step) == (1, 1):
+                    error = ArithmeticError("the loss is below zero")
+                    if not tells:
+                        raise error
+                    loop.pipe.fail(error)
+                    continue
+                loop.sync()
+            except gx.RankMismatchError as error:
+                heard.append((type(error).__name__, str(error), same(before, loop.kept())))
+        line.tell((heard, loop.weights()))
 
 
 def faults_after(loop, before):
