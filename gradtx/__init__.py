@@ -7,6 +7,7 @@ tx = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.01), gx.ef(), gx.allreduce()
 
 __version__ = "0.1.0"
 
+from gradtx.checkpoint import PerRank
 from gradtx.compressors.cast import cast
 from gradtx.compressors.compressor import compressor, random_compressor
 from gradtx.compressors.levels import Levels
@@ -24,6 +25,7 @@ from gradtx.core.combinators import apply_if_finite, ef, error_feedback, masked
 from gradtx.core.errors import (
     ChainOrderError,
     NeverFiniteError,
+    RankLostError,
     RankMismatchError,
     Violation,
 )
@@ -51,6 +53,7 @@ from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.resharding import reshard
+from gradtx.saved import load_checkpoint, save_checkpoint
 from gradtx.stale.server import ParameterServer, ServerUpdate
 from gradtx.stale.worker import PushReport, Worker
 from gradtx.transforms.accumulate import accumulate
@@ -79,10 +82,12 @@ __all__ = [
     "NeverFiniteError",
     "ParameterServer",
     "Payload",
+    "PerRank",
     "Pipeline",
     "Powers",
     "Predicate",
     "PushReport",
+    "RankLostError",
     "RankMismatchError",
     "Schedule",
     "ServerUpdate",
@@ -115,6 +120,7 @@ __all__ = [
     "is_batch_norm",
     "is_bias",
     "is_matrix",
+    "load_checkpoint",
     "masked",
     "master_weights",
     "min_size",
@@ -129,6 +135,7 @@ __all__ = [
     "random_k",
     "register_payload",
     "reshard",
+    "save_checkpoint",
     "scale",
     "scale_by_schedule",
     "sign",

@@ -11,7 +11,7 @@ import torch
 from gradtx.backends.registry import NAMESPACE
 from gradtx.core.chain import Chain
 from gradtx.core.tree import path_of
-from gradtx.exchange.group import Group
+from gradtx.exchange.group import Group, find_group
 
 
 def identity(tx: Chain, group: Group, shards: Group | None = None) -> dict[str, Any]:
@@ -49,6 +49,8 @@ def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], owner: str
     Raises:
         ValueError: naming what is missing or differs.
     """
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"this is no state_dict of {owner}: it is a {type(saved).__name__}")
     # Without nodes it is one that does for any.
     missing = sorted({*here, "state"} - {"nodes"} - saved.keys())
     if missing:
@@ -59,6 +61,58 @@ def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], owner: str
                 f"this state_dict has {name} {saved.get(name)!r}: expected {here[name]!r}"
                 f"{_TO_BE_RESHARDED.get(name, '')}"
             )
+
+
+class PerRank:
+    """What a rank has of its own, in a checkpoint of `torch.distributed.checkpoint`.
+
+    That takes tensors of the same key on several ranks for copies of one, and saves one of them:
+    the residuals of the others would be gone. This puts the number of the rank before the keys::
+
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model": ..., "pipe": gx.PerRank(pipe)}, checkpoint_id=folder)
+        dcp.load({"model": ..., "pipe": gx.PerRank(pipe)}, checkpoint_id=folder)
+
+    Args:
+        owner: the `Pipeline` or `DDPHook`, or what else has a ``state_dict`` and a
+            ``load_state_dict``.
+
+    Raises:
+        TypeError: if it has not.
+
+    Example:
+        >>> import torch, gradtx as gx
+        >>> pipe = gx.Pipeline(gx.chain(gx.allreduce()), [torch.ones(2, requires_grad=True)])
+        >>> list(gx.PerRank(pipe).state_dict())
+        ['rank_0']
+    """
+
+    def __init__(self, owner: Any) -> None:
+        if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
+            raise TypeError(
+                f"PerRank({owner!r}): expected what has a state_dict and a load_state_dict, such "
+                "as a Pipeline"
+            )
+        self._owner = owner
+
+    @property
+    def _key(self) -> str:
+        return f"rank_{find_group(None).rank}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The owner's, under the number of this rank."""
+        return {self._key: self._owner.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Gives the owner what is there under the number of this rank.
+
+        Raises:
+            ValueError: if nothing is, or the owner refuses it.
+        """
+        if self._key not in state_dict:
+            raise ValueError(f"this state_dict has {sorted(state_dict)}: expected {self._key!r}")
+        self._owner.load_state_dict(state_dict[self._key])
 
 
 def flatten_state(state: Any) -> dict[str, Any]:
@@ -81,11 +135,15 @@ def flatten_state(state: Any) -> dict[str, Any]:
 
 
 def restore_state(state: Any, saved: Mapping[str, Any]) -> Any:
-    """A state like `state` with what `flatten_state` gave.
+    """A state like `state` with what `flatten_state` gave; a new one, which shares nothing with it.
 
     Raises:
         ValueError: naming a key that is missing or unknown, or a tensor of another shape or dtype.
     """
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"this state_dict has a {type(saved).__name__} in 'state': expected a dict"
+        )
     accessors, leaves, treespec = optree.tree_flatten_with_accessor(state, namespace=NAMESPACE)
     keys = [path_of(accessor) for accessor in accessors]
     known = set(keys)

@@ -315,7 +315,10 @@ class AcrossShards(Direct):
     """
 
     def __init__(self, tx: Chain, group: Group, params: PyTree, state: Any, shards: Shards) -> None:
-        super().__init__(tx, group, params, state)
+        own = Chain(tx.transformations)
+        # What comes of a step is known after it, and gradients stay as they were until then.
+        own.overwrites = False
+        super().__init__(own, group, params, state)
         self._shards = shards
         self._leaves_out = any(s.hyperparameters.get("on_bad") == "leave_out" for s in tx.stages)
 

@@ -225,10 +225,16 @@ class Grouped:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Ends a step that has failed: nothing has moved."""
+        """Ends a step that has failed: nothing has moved, and gradients are gone.
+
+        Sums may have taken the place of those of some groups.
+        """
         for job in self._jobs:
             with suppress(Exception):
                 job.result()
+        for leaf in self._leaves:
+            if leaf is not None:
+                leaf.grad = None
         self._background.close()
         self._background = Background()
         self._begin()

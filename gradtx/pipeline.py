@@ -327,12 +327,17 @@ class Pipeline:
             weight: what the micro-step weighs in the window of `accumulate`: how many tokens the
                 loss is a mean over, say. One by default.
 
+        After an error, parameters, optimizers, the state, and every ``.grad`` are as they were;
+        with overlap, or a `delayed` exchange, every ``.grad`` is None.
+
         Returns:
             What happened. Where ``ready`` is false there is nothing to step with.
 
         Raises:
             ValueError: if the chain has an `unscale` and there is no loss scale, or the reverse; if
                 the optimizers do not own just the parameters that have a gradient.
+            RankLostError: if a rank has died, or is silent for longer than the group's time-out;
+                and in all later calls.
             RankMismatchError: if another rank failed, or ranks disagree.
             NeverFiniteError: after more than `max_skips` bad steps in a row, on all ranks.
         """
@@ -352,8 +357,35 @@ class Pipeline:
             self._engine.fail(error)
             raise
         self._skips.look((path, local(p.grad)) for path, p in self._parameters.items())
-        outcome = self._engine.step(self._gradients(), **extra)
+        given = [p.grad for p in self._parameters.values()]
+        try:
+            outcome = self._engine.step(self._gradients(), **extra)
+        except BaseException:
+            if isinstance(self._engine, Direct):
+                for parameter, gradient in zip(self._parameters.values(), given, strict=True):
+                    parameter.grad = gradient
+            raise
         return self._report(outcome, optimizers)
+
+    def fail(self, error: Exception) -> None:
+        """Tells the other ranks that this one does not come to the next `sync`, and why.
+
+        They raise a `RankMismatchError` with its text there, and all can go on. Without it they
+        wait: until this process ends, or the group's time-out. Call it where `sync` would come::
+
+            try:
+                loss = criterion(model(x), y)
+                loss.backward()
+            except Exception as error:
+                pipe.fail(error)
+                raise
+
+        It returns once the others have come to their `sync`, or after the group's time-out.
+
+        Args:
+            error: what has gone wrong.
+        """
+        self._engine.fail(error)
 
     def flush(self, *optimizers: torch.optim.Optimizer) -> Iterator[SyncReport]:
         """Brings out what is held back: the window of `accumulate` so far, and delayed results.

@@ -8,12 +8,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gradtx.core.arguments import check_whole
 from gradtx.resharding import Resharded
+from gradtx.saved import flush, load_checkpoint
 
 
 def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path) -> list[Path]:
@@ -24,7 +24,8 @@ def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path
     there or none. Nothing is overwritten.
 
     Args:
-        paths: of all ranks, in any order: each what ``torch.save(pipe.state_dict(), path)`` wrote.
+        paths: of all ranks, in any order: each what ``save_checkpoint(pipe.state_dict(), path)``
+            or `torch.save` wrote.
         new_size: the number of ranks to come, at least 1.
         folder: where to write ``state_0.pt``, ``state_1.pt``, ...; it is not there yet, or empty.
             It takes as much room again while it is written.
@@ -36,14 +37,17 @@ def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path
         FileExistsError: if there is something in the folder.
         OSError: if a file cannot be read or written.
         TypeError: if `new_size` is no int.
-        ValueError: if a file was not written by `torch.save`, or is cut off; and as for `reshard`,
-            with the names of files.
+        ValueError: if a file was written by neither, or is cut off; and as for `reshard`, with the
+            names of files.
     """
     check_whole("reshard_files(new_size", new_size, 1)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there already, and not empty: nothing is overwritten")
-    old, names = [_loaded(path) for path in paths], [str(path) for path in paths]
+    old, names = (
+        [load_checkpoint(path, mapped=True) for path in paths],
+        [str(path) for path in paths],
+    )
     target = folder.absolute()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as aside:
         spool, made = Path(aside, "spool"), Path(aside, "made")
@@ -51,25 +55,10 @@ def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path
         made.mkdir()
         states = Resharded(old, new_size, names=names, room=_Spool(spool)).all()
         for rank, state in enumerate(states):
-            with open(made / f"state_{rank}.pt", "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+            torch.save(state, made / f"state_{rank}.pt")
+            flush(made / f"state_{rank}.pt")
         made.replace(target)
     return [folder / f"state_{rank}.pt" for rank in range(new_size)]
-
-
-def _loaded(path: str | Path) -> Any:
-    """What is in a file, mapped into memory; nothing is unpickled but tensors and numbers."""
-    with open(path, "rb"):  # What torch raises of one that is cut off may be an OSError too.
-        pass
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        why = str(error).split("\n")[0]
-        raise ValueError(
-            f"{path} is no state that torch.save wrote, or is cut off: {why}"
-        ) from error
 
 
 class _Spool:
@@ -98,7 +87,7 @@ class _Spool:
 
 def added(paths: Sequence[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """What is kept for each rank and adds to the results, by key: in FP64, one after the other."""
-    states = [_loaded(path) for path in paths]
+    states = [load_checkpoint(path, mapped=True) for path in paths]
     for key, rule in states[0]["per_rank"].items():
         if rule in ("mean", "node mean", "sum"):
             total = states[0]["state"][key].to(torch.float64, copy=True)

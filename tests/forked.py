@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gradtx"])
+# Making an optimizer imports the latter, which takes longer than anything that they do.
+_context.set_forkserver_preload(["gradtx", "torch._dynamo"])
 
 
 class Forked:
@@ -34,9 +35,17 @@ class Forked:
         """Stops the process as SIGSTOP does, and waits until it has: the signal takes a while.
 
         Raises:
-            TimeoutError: if some thread of it still runs after so many seconds.
+            TimeoutError: as `await_stop`.
         """
         os.kill(self.process.pid, signal.SIGSTOP)
+        self.await_stop(timeout)
+
+    def await_stop(self, timeout=30.0):
+        """Waits until the process has stopped, with all its threads.
+
+        Raises:
+            TimeoutError: if some thread of it still runs after so many seconds.
+        """
         threads = Path(f"/proc/{self.process.pid}/task")
         deadline = time.monotonic() + timeout
         # A name may hold blanks and brackets; the state comes after it.

@@ -177,7 +177,7 @@ def test_files_cut_off_are_refused_by_name(files, tmp_path):
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
         cut = tmp_path / "cut.pt"
         cut.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=re.escape(f"{cut} is no state that torch.save wrote")):
+        with pytest.raises(ValueError, match=re.escape(f"{cut} is no checkpoint, or is cut off")):
             reshard_files([files[0], cut, files[2]], 2, tmp_path / "new")
         assert [path.name for path in tmp_path.iterdir()] == ["cut.pt"]
 
@@ -192,7 +192,7 @@ class Spy:
 def test_nothing_is_unpickled(files, tmp_path, monkeypatch):
     monkeypatch.setenv("SPIED", str(tmp_path / "spied"))
     torch.save({"state": Spy()}, tmp_path / "hostile.pt")
-    with pytest.raises(ValueError, match=r"hostile\.pt is no state that torch\.save wrote"):
+    with pytest.raises(ValueError, match=r"hostile\.pt is no checkpoint, or is cut off"):
         reshard_files([tmp_path / "hostile.pt"], 2, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["hostile.pt"]
 

@@ -25,7 +25,7 @@ from gradtx.core.combinators import (
     masked,
     run,
 )
-from gradtx.core.errors import ChainOrderError, Violation
+from gradtx.core.errors import ChainOrderError, RankLostError, Violation
 from gradtx.core.payload import Joined, Member
 from gradtx.core.per_rank import with_first_axis, without_first_axis
 from gradtx.core.predicates import all_of
@@ -417,6 +417,10 @@ def telling_others(tx: Chain, state: ChainState, context: Context) -> Iterator[N
     except Exception as error:
         if tx.exchange is not None and not context.progress.sent:
             _tell(tx, state, context, error)
+        if isinstance(error, RankLostError):
+            # Those in other groups of the chain wait for this rank too.
+            for group in tx.groups:
+                group.give_up(str(error))
         raise
 
 

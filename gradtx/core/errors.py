@@ -50,3 +50,11 @@ class NeverFiniteError(FloatingPointError):
 
 class RankMismatchError(RuntimeError):
     """Ranks disagree (other chain, other parameters, other step), or another rank failed."""
+
+
+class RankLostError(RankMismatchError):
+    """A rank has died, was silent for longer than the group's time-out, or has given up.
+
+    The step has left no trace on the rank that raises this. The group is of no more use, and says
+    so at once when it is used again: begin anew from the checkpoints of one step.
+    """

@@ -342,7 +342,8 @@ class Allreduce(Exchange):
         context.progress.sent = True
         self._agree(group, context, header.step, outgoing)
         sparse = SparseSums(outgoing, context, divisor_of(group.size, self._op))
-        totals, flags = exchange(group, outgoing, header, message, buffers, shots, sharded, sparse)
+        parts = group, outgoing, header, message, buffers, shots, sharded, sparse
+        totals, flags, add_up = exchange(*parts)
         nowhere = flags.absent_everywhere(group.size)
         context.progress.absent = ()
         if any(nowhere):
@@ -355,23 +356,23 @@ class Allreduce(Exchange):
             nothing_good = flags.left_out and flags.weight == 0
             finite_everywhere &= share.partial or not nothing_good
         factor = context.progress.factor
-        results = results_of(outgoing, totals, summed, group.size, self._op, factor)
-        results |= sparse.results(factor)
-        kept = outgoing.parts_of(sharded.left_out)
-        if factor is not None:
-            kept = {i: flat * factor for i, flat in kept.items()}
-        context.progress.returned = kept
-        if shots.messages:
-            sent_on, returned = shots.send_on(self._op, factor or 1.0)
-            results |= outgoing.parted(sent_on)
-            context.progress.returned |= returned
-        shaped = outgoing.shaped(leaves, results)
+        sent_on, returned = shots.send_on(self._op, factor or 1.0) if shots.messages else ({}, {})
         context.progress.finite = finite_everywhere
         if context.progress.rows and finite_everywhere:
             device = found[0].device if found else torch.device("cpu")
             context.progress.rows = exchanged_rows(
                 group, context.progress.rows, context.layout, header, self._op, device
             )
+        # All have answered to the end: only now is anything written over.
+        totals |= add_up()
+        results = results_of(outgoing, totals, summed, group.size, self._op, factor)
+        results |= sparse.results(factor)
+        kept = outgoing.parts_of(sharded.left_out)
+        if factor is not None:
+            kept = {i: flat * factor for i, flat in kept.items()}
+        context.progress.returned = kept | returned
+        results |= outgoing.parted(sent_on)
+        shaped = outgoing.shaped(leaves, results)
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:
             # Read at once, as the flags were: so the counters stay where they are.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -20,10 +20,12 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradtx.core.errors import RankLostError
 from gradtx.core.phases import in_phase
 
 _PIECE = 1 << 20  # bytes
 _TAG = 0x67780000  # of pieces, so that they are not taken for what a user sends and receives
+_NEVER = _TAG + 1  # of what nobody sends
 
 
 class Group:
@@ -115,6 +117,13 @@ class Group:
         """
         return Group()
 
+    def give_up(self, reason: str) -> None:
+        """Says that this rank will not talk to the others again: they wait no longer.
+
+        Args:
+            reason: what whoever uses the group again is told.
+        """
+
     @property
     def members(self) -> tuple[int, ...]:
         """What its ranks are called where all groups are told apart."""
@@ -162,6 +171,7 @@ class ProcessGroup(Group):
         # Weak, or what is known of groups would keep them alive for ever.
         self._reference = ref(group)
         self._backend = dist.get_backend(group)
+        self._lost = ""
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -172,6 +182,56 @@ class ProcessGroup(Group):
                 "make groups and chain anew after torch.distributed.destroy_process_group"
             )
         return group
+
+    @contextmanager
+    def _talking(self, to: int | None = None) -> Iterator[dist.ProcessGroup]:
+        """Where other ranks have to answer; gives the process group.
+
+        Args:
+            to: the only one that has to, if there is one.
+
+        Raises:
+            RankLostError: if one does not, now or at an earlier time.
+        """
+        group = self._group
+        if self._lost:
+            raise RankLostError(self._lost)
+        try:
+            yield group
+        except RankLostError:
+            raise
+        except BaseException as error:
+            # Whatever it is, an interrupt too: this rank is no longer where the others are.
+            self.give_up(self._said_of(error, to))
+            if isinstance(error, RuntimeError):
+                raise RankLostError(self._lost) from error
+            raise
+
+    def _said_of(self, error: BaseException, to: int | None) -> str:
+        members, limit = self.members, _timeout(self._group)
+        who = f"a rank of {list(members)}" if to is None else f"rank {members[to]}"
+        waited = "" if limit is None else f" ({limit.total_seconds():g} s)"
+        why = (str(error) or type(error).__name__).split("\n")[0]
+        return (
+            f"{who} does not answer: it has died, was silent for longer than the group's time-out"
+            f"{waited}, or has given up. Rank {members[self.rank]} is as it was before this step, "
+            "and the group cannot be used again: go on from the checkpoints of one step, in new "
+            f"processes, as torchrun --max-restarts starts them. [{why}]"
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Closes the connections, where the backend lets it: the others wait no longer."""
+        if self._lost:
+            return
+        self._lost = reason
+        if self._backend != "gloo":
+            return
+        # A receive that is out of time makes gloo close the connections to all.
+        for rank in range(self.size):
+            with suppress(Exception):
+                if rank != self.rank:
+                    nothing = [torch.empty(1, dtype=torch.uint8)]
+                    self._group.recv(nothing, rank, _NEVER).wait(timedelta(milliseconds=1))
 
     def sibling(self) -> Group:
         """Another process group of the same ranks, backend and time-out."""
@@ -189,12 +249,13 @@ class ProcessGroup(Group):
 
     def _made(self, ranks: Sequence[int]) -> ProcessGroup:
         whole = len(ranks) == dist.get_world_size()
-        made = dist.new_group(
-            list(ranks),
-            timeout=_timeout(self._group),
-            backend=self._backend,
-            use_local_synchronization=not whole,
-        )
+        with self._talking() as group:
+            made = dist.new_group(
+                list(ranks),
+                timeout=_timeout(group),
+                backend=self._backend,
+                use_local_synchronization=not whole,
+            )
         return ProcessGroup(made)
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +273,8 @@ class ProcessGroup(Group):
             received[self.rank] = own
             self._swap([own] * self.size, received)
         else:
-            dist.all_gather(received, own, group=self._group)
+            with self._talking() as group:
+                dist.all_gather(received, own, group=group)
         return [part.to(message.device) for part in received]
 
     def _in_pieces(self, nbytes: int) -> bool:
@@ -221,18 +283,20 @@ class ProcessGroup(Group):
 
     def _swap(self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         """Sends each other rank its part, and fills in what they send."""
-        group, work = self._group, []
+        work = []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            work += [
-                dist.irecv(x, self._global(source), group=group, tag=_TAG)
-                for x in _pieces(received[source])
-            ]
-            work += [
-                dist.isend(x, self._global(to), group=group, tag=_TAG) for x in _pieces(parts[to])
-            ]
-        for each in filter(None, work):
-            each.wait()
+            with self._talking(source) as group:
+                for x in _pieces(received[source]):
+                    there = self._global(source)
+                    work.append((source, dist.irecv(x, there, group=group, tag=_TAG)))
+            with self._talking(to) as group:
+                for x in _pieces(parts[to]):
+                    work.append((to, dist.isend(x, self._global(to), group=group, tag=_TAG)))
+        for rank, each in work:
+            with self._talking(rank):
+                if each is not None:
+                    each.wait()
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
@@ -246,23 +310,27 @@ class ProcessGroup(Group):
         own = self._here(torch.cat(list(parts)))
         received = own.new_empty(sum(lengths))
         given = [part.numel() for part in parts]
-        dist.all_to_all_single(received, own, list(lengths), given, group=self._group)
+        with self._talking() as group:
+            dist.all_to_all_single(received, own, list(lengths), given, group=group)
         return list(received.to(parts[0].device).split(list(lengths)))
 
     def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         own = self._here(message)
         received = None if self.rank else [torch.empty_like(own) for _ in range(self.size)]
-        dist.gather(own, received, self._global(0), group=self._group)
+        with self._talking() as group:
+            dist.gather(own, received, self._global(0), group=group)
         return [part.to(message.device) for part in received or []]
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
-        dist.all_reduce(own, group=self._group)
+        with self._talking() as group:
+            dist.all_reduce(own, group=group)
         return own.to(buffer.device)
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         own = self._here(buffer)
-        dist.broadcast(own, self._global(0), group=self._group)
+        with self._talking() as group:
+            dist.broadcast(own, self._global(0), group=group)
         return own.to(buffer.device)
 
     def _global(self, rank: int) -> int:

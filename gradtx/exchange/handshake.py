@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradtx.core.errors import RankMismatchError
+from gradtx.core.errors import RankLostError, RankMismatchError
 from gradtx.core.transformation import Context
 from gradtx.exchange.group import Group
 from gradtx.wire import WireFormatError
@@ -146,7 +146,9 @@ def _raise_errors(group: Group, errors: Sequence[str], when: str) -> None:
         if text
     ]
     if failed:
-        raise RankMismatchError("; ".join(dict.fromkeys(failed)))
+        lost = any(f"{RankLostError.__name__}: " in text for text in failed)
+        kind = RankLostError if lost else RankMismatchError
+        raise kind("; ".join(dict.fromkeys(failed)))
 
 
 def _descriptions(

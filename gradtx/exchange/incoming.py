@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -24,6 +25,9 @@ from gradtx.wire import Header, decode_message, message_nbytes
 
 _AT_ONCE = 8  # messages that are decoded before they are added up
 
+Sent: TypeAlias = tuple[Header, Callable[[], list[Payload]]]
+AddUp: TypeAlias = Callable[[], dict[int, torch.Tensor]]
+
 
 def exchange(
     group: Group,
@@ -34,8 +38,11 @@ def exchange(
     shots: TwoShot,
     sharded: Sharded,
     sparse: SparseSums,
-) -> tuple[dict[int, torch.Tensor], Flags]:
+) -> tuple[dict[int, torch.Tensor], Flags, AddUp]:
     """Sends what goes out, and adds up what comes in.
+
+    What has been gathered is added up by the caller, once all ranks have answered to the end: sums
+    may take the place of gradients, which an error is to leave as they are.
 
     Args:
         group: the ranks.
@@ -49,17 +56,19 @@ def exchange(
 
     Returns:
         The sums over ranks, flat, by position of the leaf, without those that have owners or are
-        sparse; and the flags of all ranks. In the place of a payload that is summed stands the sum
-        of its first summand.
+        gathered; the flags of all ranks; and what adds up those that are gathered, and gives those
+        of them that are not sparse. In the place of a payload that is summed stands the sum of its
+        first summand.
 
     Raises:
         RankMismatchError: on every rank, if one has failed.
         WireFormatError: if what a rank sent is no message of the agreed form.
     """
     totals: dict[int, torch.Tensor] = {}
-    flags = None
+    flags: Flags | None = None
+    gathered: AddUp = dict
     if message is not None:
-        totals, flags = _gather(group, outgoing, header, message, sparse)
+        flags, gathered = _gather(group, outgoing, header, message, sparse)
     if shots.messages:
         told = shots.add_up()
         _stop_if_failed(group, told)
@@ -81,17 +90,16 @@ def exchange(
         totals |= outgoing.split(dtype, total)
     if flags is None:
         raise AssertionError("an exchange has a message or a buffer")
-    return totals, flags
+    return totals, flags, gathered
 
 
 @in_phase("apply")
 def _gather(
     group: Group, outgoing: Outgoing, header: Header, message: torch.Tensor, sparse: SparseSums
-) -> tuple[dict[int, torch.Tensor], Flags]:
+) -> tuple[Flags, AddUp]:
     if outgoing.kept:
-        totals: dict[int, torch.Tensor] = {}
-        _add_up([(header, outgoing.packing.own)], outgoing, totals, sparse, last=True)
-        return totals, Flags.of([header])
+        own = [(header, outgoing.packing.own)]
+        return Flags.of([header]), partial(_add_up, own, outgoing, sparse)
     leaves, root = outgoing.sizes.leaves, outgoing.through_root
 
     def nbytes(counts: Sequence[int]) -> int:
@@ -101,14 +109,15 @@ def _gather(
     if root:
         shape = outgoing.gathered_lengths
         step = Root(group, leaves, windowed=outgoing.sizes.windowed)
-        read = partial(_added, group, outgoing, header, received, None)
+        read = partial(_added, group, outgoing, header, received)
         totals, flags = step.add_up(bool(received), read, shape, message.device)
         _stop_if_failed(group, flags)
-        return totals, flags
-    headers, totals = _added(group, outgoing, header, received, sparse)
-    flags = Flags.of(headers)
+        return flags, lambda: totals
+    found = _read(outgoing, header, received)
+    flags = Flags.of([other for other, _ in found])
     _stop_if_failed(group, flags)
-    return totals, flags
+    check_steps(header, [other for other, _ in found], group.rank)
+    return flags, partial(_add_up, found, outgoing, sparse)
 
 
 def _added(
@@ -116,10 +125,23 @@ def _added(
     outgoing: Outgoing,
     header: Header,
     received: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
-    sparse: SparseSums | None,
 ) -> tuple[list[Header], dict[int, torch.Tensor]]:
     """The headers of all ranks; and the sums of their payloads, none if a rank has failed."""
-    found = []
+    found = _read(outgoing, header, received)
+    headers = [other for other, _ in found]
+    if any(other.error for other in headers):
+        return headers, {}
+    check_steps(header, headers, group.rank)
+    return headers, _add_up(found, outgoing, None)
+
+
+def _read(
+    outgoing: Outgoing,
+    header: Header,
+    received: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
+) -> list[Sent]:
+    """What each rank has sent."""
+    found: list[Sent] = []
     for data, counts in received:
         packing = outgoing.packing_of(counts)
         other, segments = decode_message(
@@ -127,19 +149,23 @@ def _added(
         )
         # This rank's own too: all ranks add up what these bytes stand for.
         found.append((other, partial(packing.decode, segments)))
-    headers = [other for other, _ in found]
+    return found
+
+
+@in_phase("apply")
+def _add_up(
+    found: Sequence[Sent], outgoing: Outgoing, sparse: SparseSums | None
+) -> dict[int, torch.Tensor]:
+    """The sums of what all ranks have sent."""
     totals: dict[int, torch.Tensor] = {}
-    if any(other.error for other in headers):
-        return headers, totals
-    check_steps(header, headers, group.rank)
     for first in range(0, len(found), _AT_ONCE):
         some = found[first : first + _AT_ONCE]
-        _add_up(some, outgoing, totals, sparse, last=first + _AT_ONCE >= len(found))
-    return headers, totals
+        _add_some(some, outgoing, totals, sparse, last=first + _AT_ONCE >= len(found))
+    return totals
 
 
-def _add_up(
-    received: Sequence[tuple[Header, Callable[[], list[Payload]]]],
+def _add_some(
+    received: Sequence[Sent],
     outgoing: Outgoing,
     totals: dict[int, torch.Tensor],
     sparse: SparseSums | None,

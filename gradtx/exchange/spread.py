@@ -52,6 +52,11 @@ class Spread(Group):
         """The same over other groups of the same ranks."""
         return Spread(self._outer.sibling(), self._inner.sibling())
 
+    def give_up(self, reason: str) -> None:
+        """Says that this rank will not talk to the others again, inside its node neither."""
+        self._outer.give_up(reason)
+        self._inner.give_up(reason)
+
     @property
     def _whole(self) -> bool:
         return self._inner.size == 1

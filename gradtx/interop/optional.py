@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_SOURCE = {"jax": "gradtx[jax]", "optax": "gradtx[jax]", "torchopt": "gradtx[bench]"}
+_SOURCE = {
+    "jax": "gradtx[jax]",
+    "optax": "gradtx[jax]",
+    "safetensors": "safetensors",
+    "torchopt": "gradtx[bench]",
+}
 
 
 def require(package: str, user: str) -> Any:
     """The imported package.
 
     Args:
-        package: ``"jax"``, ``"optax"``, ``"torchopt"`` or a module that is always there.
+        package: ``"jax"``, ``"optax"``, ``"safetensors"``, ``"torchopt"``, a module in one of
+            them, or one that is always there.
         user: what needs it, for the error.
 
     Raises:
@@ -25,7 +31,8 @@ def require(package: str, user: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        name = package.split(".")[0]
         raise ImportError(
-            f"{user} needs {package}, which is not installed: pip install '{_SOURCE[package]}'",
-            name=package,
+            f"{user} needs {name}, which is not installed: pip install '{_SOURCE[name]}'",
+            name=name,
         ) from error
