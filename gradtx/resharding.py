@@ -374,7 +374,7 @@ class Resharded:
     def _check(self) -> None:
         """What all ranks have in common, but for the values."""
         first = self._states[0]
-        plain = [name for name in first if name not in (*self._sections, "rank")]
+        plain = [name for name in first if name not in (*self._sections, "rank", "per_rank")]
         for name, state in zip(self._names, self._states, strict=True):
             if state.keys() != first.keys():
                 differ = sorted(map(str, state.keys() ^ first.keys()))
@@ -385,13 +385,19 @@ class Resharded:
                         f"{name} has {entry} {shown(state[entry])}: expected "
                         f"{shown(first[entry])}, as {self._names[0]} has"
                     )
-            for section in self._sections:
+            for section in (*self._sections, "per_rank"):
                 _check_keys(name, section, state[section], first[section])
+            for key, rule in self.rules.items():
+                if not is_same(state["per_rank"][key], rule):
+                    raise ValueError(
+                        f"{name} has the rule {shown(state['per_rank'][key])} for state {key!r}: "
+                        f"expected {shown(rule)}, as {self._names[0]} has"
+                    )
         unknown = [key for key in self.rules if key not in first["state"]]
         if unknown:
             raise ValueError(f"{self._names[0]} has rules for what is not there: {unknown[:5]}")
         for key, rule in self.rules.items():
-            if not isinstance(rule, str) or rule not in _RULES:
+            if rule not in _RULES:
                 allowed = ", ".join(map(repr, _RULES))
                 raise ValueError(
                     f"state {key!r} has the rule {shown(rule)}: expected one of {allowed}"

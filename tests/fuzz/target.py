@@ -31,19 +31,26 @@ class Target:
             with Memory():
                 self.run(seed)
 
-    def check(self, data: bytes) -> None:
-        """Decodes, and refuses more memory than the bytes and what is known can be a reason for."""
+    def check(self, data: bytes, *, objects: bool = True) -> None:
+        """Decodes, and refuses more memory than the bytes and what is known can be a reason for.
+
+        Args:
+            data: the bytes.
+            objects: whether to count those of Python, too.
+        """
         most = _ALWAYS + _TIMES * (len(data) + self.known)
         # Twice, as tables of the interpreter grow now and then.
-        if self._used(data) > most and (used := self._used(data)) > most:
+        if self._used(data, objects) > most and (used := self._used(data, objects)) > most:
             raise AssertionError(f"{used} bytes of memory for {len(data)} bytes: {data[:80]!r}")
 
-    def _used(self, data: bytes) -> int:
-        tracemalloc.start()
-        try:
+    def _used(self, data: bytes, objects: bool) -> int:
+        if not objects:
             with Memory() as memory:
                 self.run(data)
-            return memory.most + tracemalloc.get_traced_memory()[1]
+            return memory.most
+        tracemalloc.start()
+        try:
+            return self._used(data, False) + tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
