@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands.add_parser("explain", help="print the order rules, or explain a chain"))
     from gradtx import demo, state_files
-    from gradtx.bench import collectives, compressors, convergence, sync
+    from gradtx.bench import collectives, compressors, convergence, soak, sync
     from gradtx.plan import simulate
 
     demo.add_arguments(commands.add_parser("demo", help="train on two ranks, dense and compressed"))
@@ -49,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     collectives.add_arguments(
         benches.add_parser("link", help="measure latency and bandwidth between ranks")
     )
+    soak.add_arguments(
+        benches.add_parser("soak", help="train through faults and restarts, and check the laws")
+    )
     options = parser.parse_args(arguments)
     if options.command == "explain":
         return _explain(options.chain)
@@ -59,7 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "reshard":
         return state_files.main(options)
     if options.command == "bench":
-        mains = {"convergence": convergence.main, "sync": sync.main, "link": collectives.main}
+        mains = {
+            "convergence": convergence.main,
+            "sync": sync.main,
+            "link": collectives.main,
+            "soak": soak.main,
+        }
         return mains[options.bench](options)
     return demo.main(options)
 

@@ -12,6 +12,7 @@ from gradtx.backends.registry import NAMESPACE
 from gradtx.core.chain import Chain
 from gradtx.core.tree import path_of
 from gradtx.exchange.group import Group, find_group
+from gradtx.untrusted import is_same, shown, tensor_like
 
 
 def identity(tx: Chain, group: Group, shards: Group | None = None) -> dict[str, Any]:
@@ -50,15 +51,15 @@ def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], owner: str
         ValueError: naming what is missing or differs.
     """
     if not isinstance(saved, Mapping):
-        raise ValueError(f"this is no state_dict of {owner}: it is a {type(saved).__name__}")
+        raise ValueError(f"this is no state_dict of {owner}: it is {shown(saved)}")
     # Without nodes it is one that does for any.
     missing = sorted({*here, "state"} - {"nodes"} - saved.keys())
     if missing:
         raise ValueError(f"this is no state_dict of {owner}: it lacks {missing}")
     for name in here:
-        if saved.get(name, here[name]) != here[name]:
+        if not is_same(saved.get(name, here[name]), here[name]):
             raise ValueError(
-                f"this state_dict has {name} {saved.get(name)!r}: expected {here[name]!r}"
+                f"this state_dict has {name} {shown(saved.get(name))}: expected {here[name]!r}"
                 f"{_TO_BE_RESHARDED.get(name, '')}"
             )
 
@@ -141,14 +142,12 @@ def restore_state(state: Any, saved: Mapping[str, Any]) -> Any:
         ValueError: naming a key that is missing or unknown, or a tensor of another shape or dtype.
     """
     if not isinstance(saved, Mapping):
-        raise ValueError(
-            f"this state_dict has a {type(saved).__name__} in 'state': expected a dict"
-        )
+        raise ValueError(f"state_dict['state'] is a {type(saved).__name__}: expected a dict")
     accessors, leaves, treespec = optree.tree_flatten_with_accessor(state, namespace=NAMESPACE)
     keys = [path_of(accessor) for accessor in accessors]
     known = set(keys)
     missing = [key for key in keys if key not in saved]
-    unknown = [key for key in saved if key not in known]
+    unknown = [key if isinstance(key, str) else shown(key) for key in saved if key not in known]
     if missing or unknown:
         raise ValueError(
             "this state_dict is of other parameters: "
@@ -159,15 +158,9 @@ def restore_state(state: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def _restored(key: str, leaf: Any, value: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        if type(value) is not type(leaf):
-            raise ValueError(f"state_dict[{key!r}] is {value!r}: expected a {type(leaf).__name__}")
-        return value
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"state_dict[{key!r}] is a {type(value).__name__}: expected a tensor")
-    if value.shape != leaf.shape or value.dtype != leaf.dtype:
-        raise ValueError(
-            f"state_dict[{key!r}] has shape {tuple(value.shape)} and dtype {value.dtype}: "
-            f"expected {tuple(leaf.shape)} and {leaf.dtype}"
-        )
-    return value.to(leaf.device, copy=True)
+    name = f"state_dict[{key!r}]"
+    if isinstance(leaf, torch.Tensor):
+        return tensor_like(name, value, leaf)
+    if type(value) is not type(leaf):
+        raise ValueError(f"{name} is {shown(value)}: expected a {type(leaf).__name__}")
+    return value

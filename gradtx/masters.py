@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 
 from gradtx.transforms.master_weights import master_of
+from gradtx.untrusted import shown, tensor_like
 
 
 class Masters:
@@ -72,18 +73,15 @@ class Masters:
             ValueError: naming a path that is missing or unknown, or of another shape or dtype.
         """
         if not isinstance(saved, Mapping) or saved.keys() != self._copies.keys():
-            found = sorted(saved) if isinstance(saved, Mapping) else saved
+            mapping = isinstance(saved, Mapping)
+            found = sorted(map(str, saved)) if mapping else shown(saved)
             raise ValueError(
                 f"this state_dict has master weights {found}: expected {sorted(self._copies)}"
             )
+        values = {
+            path: tensor_like(f"the master weight {path!r}", saved[path], copy)
+            for path, copy in self._copies.items()
+        }
         for path, copy in self._copies.items():
-            value = saved[path]
-            if getattr(value, "shape", None) != copy.shape or value.dtype != copy.dtype:
-                raise ValueError(
-                    f"the master weight {path!r} has shape {tuple(getattr(value, 'shape', ()))} "
-                    f"and dtype {getattr(value, 'dtype', None)}: expected {tuple(copy.shape)} and "
-                    f"{copy.dtype}"
-                )
-        for path, copy in self._copies.items():
-            copy.copy_(saved[path])
+            copy.copy_(values[path])
         self.publish()

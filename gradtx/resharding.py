@@ -23,6 +23,7 @@ which have to have the same, do; and it is made with one leaf of one rank at a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -36,6 +37,7 @@ from gradtx.core.stage import Kind
 from gradtx.core.transformation import flat
 from gradtx.core.tree import path_of
 from gradtx.transforms.accumulate import AccumulateState
+from gradtx.untrusted import check_tensor, is_same, shown
 
 _SHARED = ("mean", "node mean", "sum")
 _REFUSED = {
@@ -298,7 +300,7 @@ class Resharded:
 
     def _anew(self, section: str, key: str, rule: str) -> list[Any]:
         def value(rank: int) -> Any:
-            return self._states[rank][section][key]
+            return self._value(section, key, rank)
 
         if not rule:
             return [self._same(section, key, value)] * self._new
@@ -315,6 +317,17 @@ class Resharded:
                 raise ValueError(f"state {key!r} of rank {rank} is not zero: {_REFUSED[rule]}")
         return [torch.zeros_like(value(0))] * self._new
 
+    def _value(self, section: str, key: str, rank: int) -> Any:
+        """A value of a rank: a dense tensor, or a number.
+
+        Raises:
+            ValueError: if it is anything else.
+        """
+        value = self._states[rank][section][key]
+        if isinstance(value, (bool, int, float, str)):
+            return value
+        return check_tensor(f"{section} {key!r} of rank {rank}", value)
+
     def _same(self, section: str, key: str, value: Callable[[int], Any]) -> Any:
         first = value(0)
         for rank in range(1, self._old):
@@ -323,7 +336,7 @@ class Resharded:
                 continue
             both = f"{self._names[0]} and {self._names[rank]}"
             if (counter := self._counter_apart(rank)) is not None:
-                at = [_shown(self._states[r]["state"][counter]) for r in (0, rank)]
+                at = [shown(self._states[r]["state"][counter]) for r in (0, rank)]
                 raise ValueError(
                     f"{both} are not of one step: state {counter!r} is {at[0]} on rank 0 and "
                     f"{at[1]} on rank {rank}"
@@ -337,12 +350,12 @@ class Resharded:
 
     def _counter_apart(self, rank: int) -> str | None:
         """The first counter that is another one on a rank than on rank 0."""
-        first, other = self._states[0]["state"], self._states[rank]["state"]
-        for key, value in first.items():
+        for key in self._states[0]["state"]:
+            value, other = (self._value("state", key, r) for r in (0, rank))
             whole = not isinstance(value, (float, torch.Tensor)) or (
                 isinstance(value, torch.Tensor) and not value.ndim and not value.is_floating_point()
             )
-            if whole and key not in self.rules and not _equal(value, other[key]):
+            if whole and key not in self.rules and not _equal(value, other):
                 return str(key)
         return None
 
@@ -364,26 +377,34 @@ class Resharded:
     def _check(self) -> None:
         """What all ranks have in common, but for the values."""
         first = self._states[0]
-        plain = [name for name in first if name not in (*self._sections, "rank")]
+        plain = [name for name in first if name not in (*self._sections, "rank", "per_rank")]
         for name, state in zip(self._names, self._states, strict=True):
             if state.keys() != first.keys():
                 differ = sorted(map(str, state.keys() ^ first.keys()))
                 raise ValueError(f"{name} and {self._names[0]} do not both have {differ}")
             for entry in plain:
-                if not _equal(state[entry], first[entry]):
+                if not is_same(state[entry], first[entry]):
                     raise ValueError(
-                        f"{name} has {entry} {state[entry]!r}: expected {first[entry]!r}, as "
-                        f"{self._names[0]} has"
+                        f"{name} has {entry} {shown(state[entry])}: expected "
+                        f"{shown(first[entry])}, as {self._names[0]} has"
                     )
-            for section in self._sections:
+            for section in (*self._sections, "per_rank"):
                 _check_keys(name, section, state[section], first[section])
+            for key, rule in self.rules.items():
+                if not is_same(state["per_rank"][key], rule):
+                    raise ValueError(
+                        f"{name} has the rule {shown(state['per_rank'][key])} for state {key!r}: "
+                        f"expected {shown(rule)}, as {self._names[0]} has"
+                    )
         unknown = [key for key in self.rules if key not in first["state"]]
         if unknown:
             raise ValueError(f"{self._names[0]} has rules for what is not there: {unknown[:5]}")
         for key, rule in self.rules.items():
             if rule not in _RULES:
                 allowed = ", ".join(map(repr, _RULES))
-                raise ValueError(f"state {key!r} has the rule {rule!r}: expected one of {allowed}")
+                raise ValueError(
+                    f"state {key!r} has the rule {shown(rule)}: expected one of {allowed}"
+                )
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -465,16 +486,17 @@ def _rank_order(states: Sequence[Any], names: Sequence[str]) -> list[int]:
                 f"{name} is of {size} ranks, {names[0]} of {states[0]['world_size']}: expected "
                 "those of one job"
             )
-        if not isinstance(rank, int) or not 0 <= rank < size:
-            raise ValueError(f"{name} is of rank {rank!r} of {size}: there is no such rank")
+        if type(rank) is not int or not 0 <= rank < size:
+            raise ValueError(f"{name} is of rank {shown(rank)} of {size}: there is no such rank")
         if rank in where:
             raise ValueError(f"rank {rank} is there twice: {names[where[rank]]} and {name}")
         where[rank] = i
-    missing = [rank for rank in range(states[0]["world_size"]) if rank not in where]
-    if missing:
+    size = states[0]["world_size"]
+    if len(states) < size:
+        # Some, as the number of ranks is only what a file says.
+        missing = list(islice((rank for rank in range(size) if rank not in where), 9))
         raise ValueError(
-            f"the states are those of {len(states)} of {states[0]['world_size']} ranks: "
-            f"{_ranks(missing)} missing"
+            f"the states are those of {len(states)} of {size} ranks: {_ranks(missing)} missing"
         )
     return [where[rank] for rank in range(len(states))]
 
@@ -488,11 +510,13 @@ def _check_identity(state: Any, name: str) -> None:
     missing = sorted(set(_IDENTITY) - state.keys())
     if missing:
         raise ValueError(f"{name} is no state_dict of a Pipeline: it lacks {missing}")
-    if state["format"] != 1:
-        raise ValueError(f"{name} has format {state['format']!r}: expected 1")
+    if not is_same(state["format"], 1):
+        raise ValueError(f"{name} has format {shown(state['format'])}: expected 1")
     size = state["world_size"]
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name} has world_size {size!r}: expected a whole number of 1 or more")
+        raise ValueError(
+            f"{name} has world_size {shown(size)}: expected a whole number of 1 or more"
+        )
     if not isinstance(state["state"], Mapping):
         kind = type(state["state"]).__name__
         raise ValueError(f"{name}['state'] is a {kind}: expected a dict")
@@ -519,7 +543,3 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1).contiguous().view(torch.uint8)
-
-
-def _shown(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and not value.ndim else value

@@ -516,7 +516,7 @@ REFUSED = [
     (
         lambda a, b, c: [a, b, changed(c, per_rank={})],
         ValueError,
-        "states[2] has per_rank {}: expected",
+        "states[2] is of other parameters than that of rank 0: in 'per_rank' missing ['states.0",
     ),
     (
         lambda a, b, c: [{k: x for k, x in a.items() if k != "per_rank"}, b, c],

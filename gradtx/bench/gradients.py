@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import struct
+import math
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtx.core.tree import PyTree, flatten_with_paths
+from gradtx.untrusted import why_unusual
 
 Gradient = dict[str, Tensor]
 
@@ -59,26 +59,37 @@ def load(source: str) -> Gradient:
 
 
 def _read(path: Path, read: Callable[[Path], PyTree]) -> PyTree:
+    with path.open("rb"):  # Of bytes that are wrong the readers raise anything, OSError too.
+        pass
     try:
         return read(path)
-    except (
-        ValueError,
-        RuntimeError,
-        EOFError,
-        pickle.UnpicklingError,
-        struct.error,
-        zipfile.BadZipFile,
-    ) as error:
+    except ImportError:
+        raise
+    except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path}: not read as {path.suffix}: {reason}") from error
 
 
 def _read_numpy(path: Path) -> PyTree:
-    loaded = np.load(path, allow_pickle=False)
+    # Mapped, as numpy takes the memory that a file says it needs before it looks for the values.
+    loaded = np.load(path, mmap_mode="c", allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         return torch.from_numpy(loaded)
     with loaded:
+        _check_lengths(path)
         return {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+
+
+def _check_lengths(path: Path) -> None:
+    """Refuses an archive of arrays that say that they are longer than they are."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            with archive.open(entry) as file:
+                version = np.lib.format.read_magic(file)
+                header = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
+                shape, _, dtype = header[version != (1, 0)](file)
+            if math.prod(shape) * dtype.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} says that it has the shape {shape}")
 
 
 def _read_torch(path: Path) -> PyTree:
@@ -90,12 +101,7 @@ def _read_safetensors(path: Path) -> PyTree:
         from safetensors.torch import load_file
     except ImportError:
         raise ImportError("safetensors not found: pip install safetensors") from None
-    try:
-        return load_file(path)
-    except OSError:
-        raise
-    except Exception as error:  # Its own error derives from nothing more special.
-        raise ValueError(str(error)) from error
+    return load_file(path)
 
 
 _READERS: dict[str, Callable[[Path], PyTree]] = {
@@ -125,6 +131,8 @@ def _checked_leaf(where: str, leaf: Any) -> Tensor:
     if not leaf.is_floating_point() or leaf.layout is not torch.strided:
         kind = str(leaf.dtype if leaf.layout is torch.strided else leaf.layout)
         raise ValueError(f"{where} is {kind.removeprefix('torch.')}, expected dense floats")
+    if (reason := why_unusual(leaf)) is not None:
+        raise ValueError(f"{where} {reason}, expected dense floats")
     wide = leaf.detach().to(torch.float32).contiguous()
     bad = wide.numel() - int(wide.isfinite().sum())
     if bad:

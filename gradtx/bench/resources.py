@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import statistics
 import time
 from pathlib import Path
@@ -61,6 +62,24 @@ class PeakMemory:
     def growth(self) -> int | None:
         """The peak over the beginning, in bytes; None if the system does not tell."""
         return None if self._begin is None else max(0, _resident("VmHWM") - self._begin)
+
+
+def resident_bytes() -> int:
+    """This process's memory, once what is free is given back; -1 if the system does not tell."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        return _resident("VmRSS")
+    except (AttributeError, OSError):
+        return -1
+
+
+def open_files() -> int:
+    """How many files and sockets this process has open; -1 if the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # Without that of the folder.
+    except OSError:
+        return -1
 
 
 def _resident(name: str) -> int:

@@ -26,7 +26,7 @@ def read(path: Path) -> list[Record]:
 def _record(where: str, line: bytes) -> Record:
     try:
         return Record.from_json(json.loads(line))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not a run of bench convergence: {error}") from None
 
 

@@ -103,6 +103,9 @@ class Record:
         expected = [f.name for part in (Job, cls) for f in fields(part) if f.name != "job"]
         if not isinstance(plain, dict) or sorted(plain) != sorted(expected):
             raise ValueError(f"expected an object of {', '.join(expected)}")
+        for part in (*fields(Job), *fields(cls)):
+            if part.name != "job" and not _is_of(plain[part.name], str(part.type)):
+                raise ValueError(f"{part.name} is no {part.type}")
         job = Job(**{f.name: plain[f.name] for f in fields(Job)})
         rest = {f.name: plain[f.name] for f in fields(cls) if f.name != "job"}
         curves = ("train_loss", "loss", "accuracy")
@@ -113,6 +116,14 @@ def _nulled(value: Any) -> Any:
     if isinstance(value, list):
         return [_nulled(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Whether a value from JSON is of a type, as it is written in a class; null is a float."""
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_is_of(x, kind[5:-1]) for x in value)
+    allowed = {"str": str, "int": int, "float": (int, float, type(None))}
+    return isinstance(value, allowed[kind]) and not isinstance(value, bool)
 
 
 def _filled(values: list[float | None]) -> list[float]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,8 @@ class Link:
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"Link({name}={value!r}): expected a number")
-            if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
+            # A comparison, as whole numbers may be too large for a float.
+            if not 0 <= value <= sys.float_info.max or (name == "bandwidth" and value == 0):
                 least = "over 0" if name == "bandwidth" else "of at least 0"
                 raise ValueError(f"Link({name}={value!r}): expected a finite number {least}")
             object.__setattr__(self, name, float(value))
@@ -82,7 +84,7 @@ class Link:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(found["latency"], found["bandwidth"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no measured link, an object with 'latency' in seconds and 'bandwidth' "
                 f"in bytes a second: {error}"

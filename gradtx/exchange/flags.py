@@ -6,10 +6,11 @@ the end of the first dense buffer, which the all-reduce sums: so they cost no ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradtx.wire import Header
+from gradtx.wire import Header, WireFormatError
 
 # Small enough for the sum of squares to be exact in FP32 on 4,000 ranks.
 STEPS = 64
@@ -116,8 +117,20 @@ class Slots:
         return slots
 
     def decode(self, slots: Sequence[float]) -> Flags:
-        """The flags of all ranks, from the sum of their slots."""
+        """The flags of all ranks, from the sum of their slots.
+
+        Raises:
+            WireFormatError: if it is not the sum of what so many ranks encode.
+        """
         end = len(slots) - self._windowed
+        last, ranks = STEPS - 1, self._size
+        most = [ranks, ranks, ranks * last, ranks * last**2]
+        most += [self._base**self._digits - 1] * (end - len(most))
+        for slot, limit in zip(slots[:end], most, strict=True):
+            if not (0 <= slot <= limit and slot == int(slot)):
+                raise WireFormatError(f"flags add up to {slot}, expected 0 to {limit}")
+        if self._windowed and not 0 <= slots[-1] < math.inf:
+            raise WireFormatError(f"weights add up to {slots[-1]}, expected at least 0")
         numbers = [int(slot) for slot in slots[:end]]
         counts = tuple(
             numbers[4 + i // self._digits] // self._base ** (i % self._digits) % self._base

@@ -29,6 +29,7 @@ _HEARD = re.compile(r"rank \d+ failed ")
 _NOTHING = ["nothing", "nothing"]
 # Of a chain and all its leaves, as JSON: that of a million leaves is shorter.
 _LONGEST = 2**28
+_PIECE = 2**16  # bytes
 
 
 @dataclass(frozen=True)
@@ -160,15 +161,20 @@ def _descriptions(
     sizes = [struct.unpack("<Q", bytes(length.numpy()))[0] for length in lengths]
     if max(sizes) > _LONGEST:
         raise WireFormatError(f"descriptions of {max(sizes)} bytes: expected at most {_LONGEST}")
-    texts = group.plain.all_gather(_bytes(own.ljust(max(sizes), b" ")))
-    return [_description(bytes(text.numpy())) for text in texts]
+    texts = [bytearray() for _ in sizes]
+    # In pieces, so that memory is taken for what has come, not for what a rank says is to come.
+    for start in range(0, max(sizes), _PIECE):
+        piece = own[start : start + _PIECE].ljust(min(_PIECE, max(sizes) - start), b" ")
+        for text, part in zip(texts, group.plain.all_gather(_bytes(piece)), strict=True):
+            text += part.numpy().tobytes()
+    return [_description(bytes(text)) for text in texts]
 
 
 def _description(text: bytes) -> tuple[str, dict[str, list[str]]]:
     try:
         code, leaves = json.loads(text)
         return str(code), {path: list(map(str, words)) for path, words in leaves.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WireFormatError(f"malformed description {text[:80]!r}") from error
 
 

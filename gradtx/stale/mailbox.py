@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +66,7 @@ def check_timeout(argument: str, timeout: Any) -> float:
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"{argument}={timeout!r}): expected seconds over 0, such as 30.0")
-    if not (math.isfinite(timeout) and timeout > 0):
+    if not 0 < timeout <= sys.float_info.max:
         raise ValueError(f"{argument}={timeout!r}): expected seconds over 0, such as 30.0")
     return float(timeout)
 
