@@ -361,6 +361,38 @@ def test_no_feedback_chooses_among_the_rows_that_come():
     assert state.residual is None
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.chain(gx.topk(gx.warmup_density([0.5, 0.25], 1), rows=1 / ROWS), gx.ef()),
+        gx.chain(gx.masked(gx.topk(0.5, rows=1 / ROWS), gx.is_matrix), gx.ef()),
+        gx.chain(gx.topk(0.5, rows=3 / ROWS), gx.topk(0.5, rows=1 / ROWS), gx.ef()),
+    ],
+    ids=["by a schedule", "masked", "twice"],
+)
+def test_rows_are_chosen_wherever_the_compressor_stands(tx):
+    tx = gx.chain(tx, gx.allreduce())
+    state = tx.init({"t": torch.zeros(ROWS, 1).to_sparse(), "w": torch.zeros(4, 1)})
+    given = rows([1, 2], [[3.0], [2.0]]), rows([1], [[0.0]])
+    for grad, sent, left in zip(given, (1, 2), (2.0, 0.0), strict=True):
+        updates, state = tx.update({"t": grad, "w": torch.ones(4, 1)}, state)
+        assert updates["t"].indices().tolist() == [[sent]]
+        assert float(state.residual["t"].sum()) == left
+
+
+def test_a_mask_within_feedback_lets_other_rows_past():
+    tx = gx.chain(
+        gx.masked(gx.topk(0.5, rows=1 / ROWS), lambda path, leaf, info: path == "b"),
+        gx.ef(),
+        gx.allreduce(),
+    )
+    state = tx.init({k: torch.zeros(ROWS, 1).to_sparse() for k in "ab"})
+    updates, state = tx.update({k: rows([1, 2], [[3.0], [1.0]]) for k in "ab"}, state)
+    assert updates["a"].indices().tolist() == [[1, 2]]
+    assert updates["b"].indices().tolist() == [[1]]
+    assert float(state.residual["b"].sum()) == 1.0
+
+
 def test_a_filter_keeps_rows_whole():
     tx = gx.chain(
         gx.filter_params(lambda path, leaf, info: path != "a"),

@@ -158,6 +158,8 @@ def largest_rows(ratio: float, rows: Rows) -> Rows:
 
 AllRows = Mapping[int, Rows | None]
 
+SelectRows = Callable[[AllRows, Any], AllRows]
+
 
 def all_finite(rows: AllRows, tables: Mapping[int, Table] | None = None) -> bool:
     """Whether all values are finite, in the dtypes of the tables if these are given."""
@@ -172,13 +174,22 @@ def map_rows(fn: Callable[[torch.Tensor], Any], rows: AllRows) -> dict[int, Rows
     return {i: x if x is None else x.with_values(fn(x.values)) for i, x in rows.items()}
 
 
+def among_rows(select: Callable[[Rows], Rows]) -> SelectRows:
+    """Chooses among the rows of each leaf alone."""
+
+    def select_rows(rows: AllRows, state: Any) -> AllRows:
+        return {i: x if x is None else select(x) for i, x in rows.items()}
+
+    return select_rows
+
+
 def with_feedback(
-    select: Callable[[Rows], Rows], rows: AllRows, residuals: Sequence[Any]
+    select: Callable[[AllRows], AllRows], rows: AllRows, residuals: Sequence[Any]
 ) -> tuple[dict[int, Rows | None], dict[int, torch.Tensor]]:
     """The rows that are sent with what was left out before, and what is left out now.
 
     Args:
-        select: chooses among the rows of a leaf.
+        select: chooses among rows; what it hands on as it is goes past.
         rows: by position.
         residuals: of all leaves, dense; None for one whose rows are all sent.
 
@@ -191,8 +202,9 @@ def with_feedback(
         if own is None or residual is None:
             continue
         whole = residual.index_add(0, own.indices, own.values)
-        every = torch.arange(own.positions, device=whole.device)
-        chosen = select(Rows(whole, every, own.shape, own.dtype))
-        sent[i] = chosen
-        left[i] = whole.index_fill_(0, chosen.indices, 0)
+        every = Rows(whole, torch.arange(own.positions, device=whole.device), own.shape, own.dtype)
+        chosen = select({i: every})[i]
+        if chosen is not None and chosen is not every:
+            sent[i] = chosen
+            left[i] = whole.index_fill_(0, chosen.indices, 0)
     return sent, left
