@@ -10,6 +10,7 @@ from hypothesis import given
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtx as gx
+from gradtx.checkpoint import flatten_state
 from gradtx.core.row_sparse import Rows, largest_rows
 from gradtx.core.tree import parameters_of
 from gradtx.stale.push import PushCodec
@@ -204,6 +205,33 @@ def test_a_bad_row_skips_the_step_on_all_ranks(bad):
     assert all(run_ranks(2, rank))
 
 
+def test_a_bad_step_gives_the_same_on_a_rank_without_a_gradient():
+    """And None for a table that no rank has used."""
+    tx = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef(), gx.allreduce())
+
+    def rank(number):
+        state = tx.init({k: torch.zeros(ROWS, 1).to_sparse() for k in "tu"})
+        grads = {"t": None if number else rows([1], [[math.nan]]), "u": None}
+        updates, _ = tx.update(grads, state, loss_scale=1.0)
+        return updates["t"]._nnz(), updates["t"].shape, updates["u"]
+
+    assert run_ranks(3, rank) == [(0, (ROWS, 1), None)] * 3
+
+
+def test_a_gate_of_one_rank_alone_drops_its_rows():
+    """It stands before the exchange, and only that rank knows of it."""
+    gated = gx.masked(gx.apply_if_finite(gx.scale(2.0)), lambda path, leaf, info: path == "t")
+    tx = gx.chain(gated, gx.allreduce())
+
+    def rank(number):
+        state = tx.init({k: torch.zeros(ROWS, 1).to_sparse() for k in "tu"})
+        grads = {k: rows([number], [[1.0 if number else math.inf]]) for k in "t"}
+        updates, _ = tx.update({**grads, "u": rows([2], [[3.0]])}, state)
+        return [(updates[k].indices().tolist(), updates[k].values().tolist()) for k in "tu"]
+
+    assert run_ranks(2, rank) == [[([[1]], [[1.0]]), ([[2]], [[3.0]])]] * 2
+
+
 def test_a_sum_that_overflows_is_a_bad_step():
     tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce())
 
@@ -378,6 +406,21 @@ def test_rows_are_chosen_wherever_the_compressor_stands(tx):
         updates, state = tx.update({"t": grad, "w": torch.ones(4, 1)}, state)
         assert updates["t"].indices().tolist() == [[sent]]
         assert float(state.residual["t"].sum()) == left
+
+
+def test_only_what_chooses_rows_keeps_something_of_a_table():
+    chosen = gx.error_feedback(gx.topk(0.5, rows=0.5))
+    parts = [gx.masked(chosen, lambda path, leaf, info: path == "a")]
+    for inner in (gx.error_feedback(gx.powersgd(1)), gx.error_feedback(gx.sign())):
+        parts.append(gx.masked(inner, lambda path, leaf, info: path == "b"))
+        tx = gx.chain(*parts, gx.allreduce(), check=False)
+        state = tx.init({k: torch.zeros(ROWS, 8).to_sparse() for k in "ab"})
+        kept = [key for key, x in flatten_state(state).items() if getattr(x, "ndim", 0)]
+        assert kept == ["states.0.inner_states.0.inner_state.residual.a"]
+        grads = {k: rows([1, 2], [[3.0] * 8, [1.0] * 8]) for k in "ab"}
+        updates, state = tx.update(grads, state)
+        assert updates["b"].indices().tolist() == [[1, 2]]
+        parts.pop()
 
 
 def test_a_mask_within_feedback_lets_other_rows_past():

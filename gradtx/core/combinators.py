@@ -22,7 +22,7 @@ from gradtx.core.payload import (
 )
 from gradtx.core.phases import in_phase
 from gradtx.core.predicates import predicate as as_predicate
-from gradtx.core.row_sparse import AllRows, all_finite, with_feedback
+from gradtx.core.row_sparse import AllRows, all_finite, device_of, no_rows, with_feedback
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
@@ -49,6 +49,7 @@ from gradtx.core.tree import (
     unflatten,
     widen,
     widen_all,
+    without_tables,
 )
 
 
@@ -334,7 +335,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
     selects_rows = any(part.select_rows for part in parts)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
-        residual = map_leaves(zero_residual, params)
+        kept = params if selects_rows else without_tables(params)
+        residual = map_leaves(zero_residual, kept)
         return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
 
     @in_phase("feedback")
@@ -882,6 +884,8 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
             nothing = context.progress.nothing
             to_take = ops.flag(False) if nothing is True else agreed & ~nothing
         out, states = _commit(to_take, (out, new), (out, tuple(kept)))
+        if context is not None and context.progress.rows and not bool(to_take):
+            context.progress.rows = _none_taken(context, arrays_in(out))
         skipped = state.total_notfinite + ops.cast(~agreed, "int32")
         return out, ApplyIfFiniteState(agreed, skipped, states)
 
@@ -898,6 +902,14 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
         parts=parts,
         code=call("apply_if_finite", parts),
     )
+
+
+def _none_taken(context: Context, arrays: Sequence[Array]) -> AllRows:
+    """No rows of the leaves that some rank has a gradient for: what zeros are to dense ones."""
+    told, tables = context.progress, context.layout.tables
+    absent = told.absent or (False,) * len(context.layout.leaves)
+    device = device_of(told.rows, arrays)
+    return {i: None if absent[i] else no_rows(tables[i], device) for i in told.rows}
 
 
 def judge(updates: PyTree, context: Context | None) -> Array:

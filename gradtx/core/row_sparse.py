@@ -86,10 +86,6 @@ class Rows(Payload):
         values, indices = self.values[where], self.indices[where]
         return Rows(values, indices, self.shape, self.dtype)
 
-    def none(self) -> Rows:
-        """No rows of the same leaf."""
-        return self.chosen(self.indices.new_empty(0))
-
     def sparse(self, dtype: torch.dtype) -> torch.Tensor:
         """The same as a coalesced sparse COO tensor of a dtype."""
         return torch.sparse_coo_tensor(
@@ -167,6 +163,12 @@ def all_finite(rows: AllRows, tables: Mapping[int, Table] | None = None) -> bool
     if tables is not None:
         there = {i: values.to(tables[i].kind) for i, values in there.items()}
     return all(bool(values.isfinite().all()) for values in there.values())
+
+
+def device_of(rows: AllRows, others: Sequence[torch.Tensor]) -> torch.device:
+    """The device of a step's arrays, for what stands in for rows that are not there."""
+    found = [*(x.values for x in rows.values() if x is not None), *others]
+    return found[0].device if found else torch.device("cpu")
 
 
 def map_rows(fn: Callable[[torch.Tensor], Any], rows: AllRows) -> dict[int, Rows | None]:

@@ -422,6 +422,13 @@ class Layout:
 register_node(Layout, static=("leaves", "treespec"))
 
 
+def without_tables(params: PyTree) -> PyTree:
+    """The parameters, with None for those that a chain has given as sparse stand-ins."""
+    leaves, treespec = flatten(params)
+    in_rows = [isinstance(x, torch.Tensor) and x.is_sparse for x in leaves]
+    return unflatten(treespec, [None if yes else x for x, yes in zip(leaves, in_rows, strict=True)])
+
+
 def check_leaf(path: str, leaf: Any) -> None:
     """Refuses a leaf that is no dense floating-point array, naming its path."""
     _check_floats(path, leaf)

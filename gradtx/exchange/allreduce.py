@@ -368,9 +368,8 @@ class Allreduce(Exchange):
         shaped = outgoing.shaped(leaves, results)
         context.progress.finite = finite_everywhere
         if context.progress.rows and finite_everywhere:
-            device = found[0].device if found else torch.device("cpu")
             context.progress.rows = exchanged_rows(
-                group, context.progress.rows, context.layout, header, self._op, device
+                group, context.progress.rows, context.layout, header, self._op, found
             )
         good = torch.tensor(context.progress.finite)
         if finite is not None and good:
