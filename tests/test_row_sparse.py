@@ -546,7 +546,7 @@ def test_a_gradient_of_another_kind_is_refused(grad, kind, text):
 def test_rows_without_a_word_at_init_are_refused():
     tx = gx.chain(gx.allreduce())
     state = tx.init({"t": torch.zeros(ROWS, 1)})
-    with pytest.raises(TypeError, match="if init is given the module, or a sparse tensor"):
+    with pytest.raises(TypeError, match="write sparse=False where it is looked up. Rows are"):
         tx.update({"t": rows([1], [[1.0]])}, state)
 
 
@@ -563,6 +563,23 @@ def test_a_table_that_is_used_densely_too_counts_as_dense():
     net.out(net.words(torch.tensor([1, 2]))).square().mean().backward()
     pipe.sync()
     assert not net.words.weight.grad.is_sparse
+
+
+def test_only_the_table_of_a_lookup_is_row_sparse():
+    class Scaled(torch.nn.Embedding):
+        def __init__(self):
+            super().__init__(ROWS, WIDTH, sparse=True)
+            self.gain = torch.nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x) * self.gain
+
+    net = Scaled()
+    pipe = gx.Pipeline(gx.chain(gx.allreduce()), net)
+    net(torch.tensor([1, 2])).sum().backward()
+    pipe.sync()
+    assert net.weight.grad.is_sparse
+    assert not net.gain.grad.is_sparse
 
 
 def test_a_worker_at_its_own_pace_is_refused():
