@@ -624,7 +624,7 @@ class Pipeline:
                 continue
             parameter = self._masters.parameters.get(path, self._parameters[path])
             if update.is_sparse:
-                parameter.grad = update.to(parameter.dtype)
+                parameter.grad = update.to(parameter.device, parameter.dtype)
             elif parameter.grad is None:
                 parameter.grad = spread_like(update.to(parameter.dtype).clone(), parameter)
             else:

@@ -10,6 +10,7 @@ from hypothesis import given
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtx as gx
+from gradtx.checkpoint import flatten_state
 from gradtx.core.row_sparse import Rows, largest_rows
 from gradtx.core.tree import parameters_of
 from gradtx.stale.push import PushCodec
@@ -204,6 +205,33 @@ def test_a_bad_row_skips_the_step_on_all_ranks(bad):
     assert all(run_ranks(2, rank))
 
 
+def test_a_bad_step_gives_the_same_on_a_rank_without_a_gradient():
+    """And None for a table that no rank has used."""
+    tx = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef(), gx.allreduce())
+
+    def rank(number):
+        state = tx.init({k: torch.zeros(ROWS, 1).to_sparse() for k in "tu"})
+        grads = {"t": None if number else rows([1], [[math.nan]]), "u": None}
+        updates, _ = tx.update(grads, state, loss_scale=1.0)
+        return updates["t"]._nnz(), updates["t"].shape, updates["u"]
+
+    assert run_ranks(3, rank) == [(0, (ROWS, 1), None)] * 3
+
+
+def test_a_gate_of_one_rank_alone_drops_its_rows():
+    """It stands before the exchange, and only that rank knows of it."""
+    gated = gx.masked(gx.apply_if_finite(gx.scale(2.0)), lambda path, leaf, info: path == "t")
+    tx = gx.chain(gated, gx.allreduce())
+
+    def rank(number):
+        state = tx.init({k: torch.zeros(ROWS, 1).to_sparse() for k in "tu"})
+        grads = {k: rows([number], [[1.0 if number else math.inf]]) for k in "t"}
+        updates, _ = tx.update({**grads, "u": rows([2], [[3.0]])}, state)
+        return [(updates[k].indices().tolist(), updates[k].values().tolist()) for k in "tu"]
+
+    assert run_ranks(2, rank) == [[([[1]], [[1.0]]), ([[2]], [[3.0]])]] * 2
+
+
 def test_a_sum_that_overflows_is_a_bad_step():
     tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce())
 
@@ -361,6 +389,53 @@ def test_no_feedback_chooses_among_the_rows_that_come():
     assert state.residual is None
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.chain(gx.topk(gx.warmup_density([0.5, 0.25], 1), rows=1 / ROWS), gx.ef()),
+        gx.chain(gx.masked(gx.topk(0.5, rows=1 / ROWS), gx.is_matrix), gx.ef()),
+        gx.chain(gx.topk(0.5, rows=3 / ROWS), gx.topk(0.5, rows=1 / ROWS), gx.ef()),
+    ],
+    ids=["by a schedule", "masked", "twice"],
+)
+def test_rows_are_chosen_wherever_the_compressor_stands(tx):
+    tx = gx.chain(tx, gx.allreduce())
+    state = tx.init({"t": torch.zeros(ROWS, 1).to_sparse(), "w": torch.zeros(4, 1)})
+    given = rows([1, 2], [[3.0], [2.0]]), rows([1], [[0.0]])
+    for grad, sent, left in zip(given, (1, 2), (2.0, 0.0), strict=True):
+        updates, state = tx.update({"t": grad, "w": torch.ones(4, 1)}, state)
+        assert updates["t"].indices().tolist() == [[sent]]
+        assert float(state.residual["t"].sum()) == left
+
+
+def test_only_what_chooses_rows_keeps_something_of_a_table():
+    chosen = gx.error_feedback(gx.topk(0.5, rows=0.5))
+    parts = [gx.masked(chosen, lambda path, leaf, info: path == "a")]
+    for inner in (gx.error_feedback(gx.powersgd(1)), gx.error_feedback(gx.sign())):
+        parts.append(gx.masked(inner, lambda path, leaf, info: path == "b"))
+        tx = gx.chain(*parts, gx.allreduce(), check=False)
+        state = tx.init({k: torch.zeros(ROWS, 8).to_sparse() for k in "ab"})
+        kept = [key for key, x in flatten_state(state).items() if getattr(x, "ndim", 0)]
+        assert kept == ["states.0.inner_states.0.inner_state.residual.a"]
+        grads = {k: rows([1, 2], [[3.0] * 8, [1.0] * 8]) for k in "ab"}
+        updates, state = tx.update(grads, state)
+        assert updates["b"].indices().tolist() == [[1, 2]]
+        parts.pop()
+
+
+def test_a_mask_within_feedback_lets_other_rows_past():
+    tx = gx.chain(
+        gx.masked(gx.topk(0.5, rows=1 / ROWS), lambda path, leaf, info: path == "b"),
+        gx.ef(),
+        gx.allreduce(),
+    )
+    state = tx.init({k: torch.zeros(ROWS, 1).to_sparse() for k in "ab"})
+    updates, state = tx.update({k: rows([1, 2], [[3.0], [1.0]]) for k in "ab"}, state)
+    assert updates["a"].indices().tolist() == [[1, 2]]
+    assert updates["b"].indices().tolist() == [[1]]
+    assert float(state.residual["b"].sum()) == 1.0
+
+
 def test_a_filter_keeps_rows_whole():
     tx = gx.chain(
         gx.filter_params(lambda path, leaf, info: path != "a"),
@@ -471,7 +546,7 @@ def test_a_gradient_of_another_kind_is_refused(grad, kind, text):
 def test_rows_without_a_word_at_init_are_refused():
     tx = gx.chain(gx.allreduce())
     state = tx.init({"t": torch.zeros(ROWS, 1)})
-    with pytest.raises(TypeError, match="if init is given the module, or a sparse tensor"):
+    with pytest.raises(TypeError, match="write sparse=False where it is looked up. Rows are"):
         tx.update({"t": rows([1], [[1.0]])}, state)
 
 
@@ -488,6 +563,23 @@ def test_a_table_that_is_used_densely_too_counts_as_dense():
     net.out(net.words(torch.tensor([1, 2]))).square().mean().backward()
     pipe.sync()
     assert not net.words.weight.grad.is_sparse
+
+
+def test_only_the_table_of_a_lookup_is_row_sparse():
+    class Scaled(torch.nn.Embedding):
+        def __init__(self):
+            super().__init__(ROWS, WIDTH, sparse=True)
+            self.gain = torch.nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x) * self.gain
+
+    net = Scaled()
+    pipe = gx.Pipeline(gx.chain(gx.allreduce()), net)
+    net(torch.tensor([1, 2])).sum().backward()
+    pipe.sync()
+    assert net.weight.grad.is_sparse
+    assert not net.gain.grad.is_sparse
 
 
 def test_a_worker_at_its_own_pace_is_refused():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.payload import Member, Payload, values_of
 from gradtx.core.phases import in_phase
-from gradtx.core.row_sparse import Rows
+from gradtx.core.row_sparse import SelectRows
 from gradtx.core.stage import Stage
 from gradtx.core.transformation import Context, EncodeFn, Transformation
 from gradtx.core.tree import (
@@ -34,7 +34,7 @@ def compressor(
     encode_all: tuple[EncodeAll, ...] = (),
     encode_joined: Callable[..., Payload] | None = None,
     shows: bool = False,
-    select_rows: Callable[[Rows], Rows] | None = None,
+    select_rows: SelectRows | None = None,
 ) -> Transformation:
     """A stateless compressor, leaf by leaf.
 
@@ -48,7 +48,7 @@ def compressor(
         encode_joined: ``encode_joined(flat, sizes) -> Payload``: the same for leaves of some sizes
             that stand one after the other, all at once, if that can be.
         shows: whether an infinity or a NaN is always among the values of the payload.
-        select_rows: chooses among the rows of a row-sparse leaf; None leaves them all.
+        select_rows: chooses among the rows of row-sparse leaves; None leaves them all.
 
     Returns:
         The transformation. A payload that arrives has its float child compressed.
@@ -68,7 +68,7 @@ def compressor(
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        choose_rows(select_rows, extra.get("context"))
+        choose_rows(select_rows, state, extra.get("context"))
         leaves, treespec = flatten(updates)
         check_form(stage, leaves)
         places = [i for i, leaf in enumerate(leaves) if leaf is not None]
@@ -89,12 +89,10 @@ def compressor(
     )
 
 
-def choose_rows(select_rows: Callable[[Rows], Rows] | None, context: Context | None) -> None:
+def choose_rows(select_rows: SelectRows | None, state: Any, context: Context | None) -> None:
     """Chooses among the rows of row-sparse leaves, where that is asked for."""
-    if select_rows is None or context is None:
-        return
-    rows = context.progress.rows
-    context.progress.rows = {i: x if x is None else select_rows(x) for i, x in rows.items()}
+    if select_rows is not None and context is not None:
+        context.progress.rows = select_rows(context.progress.rows, state)
 
 
 class RandomState(NamedTuple):

@@ -13,7 +13,16 @@ from gradtx.core.payload import Payload, register_payload
 from gradtx.core.phases import in_phase
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Context, Settlement, Transformation
-from gradtx.core.tree import Array, Info, PyTree, flatten, flatten_with_paths, unflatten, widen
+from gradtx.core.tree import (
+    Array,
+    Info,
+    PyTree,
+    flatten,
+    flatten_with_paths,
+    unflatten,
+    widen,
+    without_tables,
+)
 
 
 @register_payload
@@ -225,7 +234,7 @@ def powersgd(
         return random_columns(path, seed, count, m, rank, ops.dtype_name(leaf), leaf)
 
     def init(params: PyTree, info: Info | None) -> PowersgdState:
-        paths, leaves, treespec = flatten_with_paths(params)
+        paths, leaves, treespec = flatten_with_paths(without_tables(params))
         count = backends.find(leaves).counter()
         places = [i for i, leaf in enumerate(leaves) if warm_start and pays(leaf)]
         drawn = [random(paths[i], count, widen(leaves[i])) for i in places]

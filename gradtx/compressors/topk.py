@@ -13,7 +13,7 @@ from gradtx.core.arguments import check_bool, check_ratio, count
 from gradtx.core.cast import encode_cast, encode_casts
 from gradtx.core.payload import Entries, Joined, Member, Parts, Payload, dense, register_payload
 from gradtx.core.phases import in_phase
-from gradtx.core.row_sparse import largest_rows
+from gradtx.core.row_sparse import among_rows, largest_rows
 from gradtx.core.schedule import Schedule, scheduled
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import Transformation
@@ -153,7 +153,7 @@ topk = topk_sparsify
 def _topk(
     stage: Stage, ratio: float, scope: str, values: str, rows: float | None
 ) -> Transformation:
-    select_rows = None if rows is None else partial(largest_rows, rows)
+    select_rows = None if rows is None else among_rows(partial(largest_rows, rows))
 
     def select(flat: Array, shape: tuple[int, ...]) -> Sparse:
         ops = backends.of(flat)
@@ -183,7 +183,7 @@ def _topk(
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        choose_rows(select_rows, extra.get("context"))
+        choose_rows(select_rows, state, extra.get("context"))
         paths, leaves, treespec = flatten_with_paths(updates)
         order = sorted(
             (i for i, leaf in enumerate(leaves) if leaf is not None), key=paths.__getitem__

@@ -175,15 +175,12 @@ class Chain(Transformation):
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params, info)
         if layout.tables:
-            params = self._without_tables(params, layout)
+            params = self._with_stand_ins(params, layout)
         with self._arrays():
             return self._kept(layout, tuple(part.setup(params, info) for part in self.core))
 
-    def _without_tables(self, params: PyTree, layout: Layout) -> PyTree:
-        """The parameters without those that are row-sparse, whose rows go past the parts.
-
-        Where rows are chosen, an empty sparse tensor stands for each, which feedback has a residual
-        for.
+    def _with_stand_ins(self, params: PyTree, layout: Layout) -> PyTree:
+        """The parameters, an empty sparse tensor for each of those that are row-sparse.
 
         Raises:
             ValueError: if a stage cannot do with such a leaf.
@@ -196,11 +193,10 @@ class Chain(Transformation):
                     f"the layer with sparse=False, or leave {stage.name}() out"
                     + _INSTEAD.get(stage.name, "")
                 )
-        chosen = any(part.select_rows is not None for part in _all_parts(self.core))
         leaves, treespec = flatten(params)
         leaves = list(leaves)
         for i, table in layout.tables.items():
-            leaves[i] = table.stand_in(leaves[i].device) if chosen else None
+            leaves[i] = table.stand_in(leaves[i].device)
         return unflatten(treespec, leaves)
 
     def _arrays(self) -> AbstractContextManager[None]:
@@ -341,6 +337,9 @@ class Chain(Transformation):
         with telling_others(self, state, context), self._arrays():
             _check_state(self, state)
             leaves = layout.match(updates)
+            if any(leaf is None for leaf in leaves):
+                context = replace(context, absent=_absent(leaves, layout))
+                context.progress.absent = context.absent
             if layout.tables:
                 rows = {i: leaves[i] for i in layout.tables}
                 leaves = [None if i in rows else leaf for i, leaf in enumerate(leaves)]
@@ -353,9 +352,7 @@ class Chain(Transformation):
                 there = {p: leaf for p, leaf in given if leaf is not None}
                 for each in (exchange, *(inner.exchange for inner in self.inners)):
                     each.check_local(there)
-            if any(leaf is None for leaf in leaves):
-                context = replace(context, absent=_absent(leaves, layout))
-                context.progress.absent = context.absent
+            if context.absent:
                 leaves = _filled(leaves, state)
             tree = unflatten(layout.treespec, leaves)
             if params is not None:
@@ -366,11 +363,9 @@ class Chain(Transformation):
             with backends.full_precision():
                 out, states = run(self.core, tree, self._used(state), params, extra)
         out_leaves = _withdrawn(flatten(out)[0], context)
-        new = self._kept(layout, states)
         for i, own in context.progress.rows.items():
-            skipped = own is not None and not bool(new.last_finite)
-            out_leaves[i] = own.none() if own is not None and skipped else own
-        return _in_structure_of(updates, out_leaves, layout), new
+            out_leaves[i] = own
+        return _in_structure_of(updates, out_leaves, layout), self._kept(layout, states)
 
 
 def _branched(
@@ -543,12 +538,6 @@ _INSTEAD = {
 }
 
 
-def _all_parts(parts: Sequence[Transformation]) -> Iterator[Transformation]:
-    for part in parts:
-        yield part
-        yield from _all_parts(part.parts)
-
-
 def _detached(leaves: Sequence[Any]) -> list[Any]:
     if all_tensors(leaves):
         return [x.detach() if x.requires_grad else x for x in leaves]
@@ -557,7 +546,7 @@ def _detached(leaves: Sequence[Any]) -> list[Any]:
 
 def _absent(leaves: Sequence[Any], layout: Layout) -> tuple[bool, ...]:
     return tuple(
-        leaf is None and spec.shape is not None
+        leaf is None and (spec.shape is not None or spec.table is not None)
         for leaf, spec in zip(leaves, layout.leaves, strict=True)
     )
 

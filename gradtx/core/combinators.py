@@ -22,7 +22,7 @@ from gradtx.core.payload import (
 )
 from gradtx.core.phases import in_phase
 from gradtx.core.predicates import predicate as as_predicate
-from gradtx.core.row_sparse import all_finite, with_feedback
+from gradtx.core.row_sparse import AllRows, all_finite, device_of, no_rows, with_feedback
 from gradtx.core.stage import Argument, Kind, Stage
 from gradtx.core.transformation import (
     Context,
@@ -49,6 +49,7 @@ from gradtx.core.tree import (
     unflatten,
     widen,
     widen_all,
+    without_tables,
 )
 
 
@@ -331,10 +332,11 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         )
     encoders = [encode for part in parts for encode in part.encoders]
     leafwise = all(part.encoders for part in parts)
-    select_rows = next((part.select_rows for part in parts if part.select_rows), None)
+    selects_rows = any(part.select_rows for part in parts)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
-        residual = map_leaves(zero_residual, params)
+        kept = params if selects_rows else without_tables(params)
+        residual = map_leaves(zero_residual, kept)
         return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
 
     @in_phase("feedback")
@@ -382,8 +384,9 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
         kept = kept_residuals(residuals, left, leaves, sent, absent, context)
         if context is not None and rows:
             context.progress.rows = rows
-            if select_rows is not None:
-                context.progress.rows, chosen = with_feedback(select_rows, rows, residuals)
+            if selects_rows:
+                select = partial(_selected, parts, state.inner_states)
+                context.progress.rows, chosen = with_feedback(select, rows, residuals)
                 kept = [chosen.get(i, own) for i, own in enumerate(kept)]
         residual = unflatten(treespec, kept)
         if own != treespec:
@@ -416,6 +419,12 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
 
 
 ef = error_feedback
+
+
+def _selected(parts: Sequence[Transformation], states: Sequence[Any], rows: AllRows) -> AllRows:
+    for part, state in zip(parts, states, strict=True):
+        rows = part.select_rows(rows, state) if part.select_rows else rows
+    return rows
 
 
 def weighed(kept: Any, context: Context | None) -> Any:
@@ -753,6 +762,10 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         told = part.tells(_only(leaves, keep), state.inner_state)
         return [own and yes for own, yes in zip(keep, told, strict=True)]
 
+    def select_rows(rows: AllRows, state: MaskedState) -> AllRows:
+        own = {i: x for i, x in rows.items() if state.mask.selected[i]}
+        return {**rows, **_selected([part], [state.inner_state], own)}
+
     argument = Argument("predicate", predicate)
     stage = replace(part.stage, name="masked", arguments=(argument,))
     return Transformation(
@@ -763,6 +776,7 @@ def masked(inner: Transformation, predicate: Callable[..., bool]) -> Transformat
         parts=(part,),
         settle=settle,
         code=call("masked", (part,), repr(predicate)),
+        select_rows=select_rows if part.select_rows else None,
         tells=tells,
     )
 
@@ -870,6 +884,8 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
             nothing = context.progress.nothing
             to_take = ops.flag(False) if nothing is True else agreed & ~nothing
         out, states = _commit(to_take, (out, new), (out, tuple(kept)))
+        if context is not None and context.progress.rows and not bool(to_take):
+            context.progress.rows = _none_taken(context, arrays_in(out))
         skipped = state.total_notfinite + ops.cast(~agreed, "int32")
         return out, ApplyIfFiniteState(agreed, skipped, states)
 
@@ -886,6 +902,14 @@ def gate(parts: tuple[Transformation, ...]) -> Gate:
         parts=parts,
         code=call("apply_if_finite", parts),
     )
+
+
+def _none_taken(context: Context, arrays: Sequence[Array]) -> AllRows:
+    """No rows of the leaves that some rank has a gradient for: what zeros are to dense ones."""
+    told, tables = context.progress, context.layout.tables
+    absent = told.absent or (False,) * len(context.layout.leaves)
+    device = device_of(told.rows, arrays)
+    return {i: None if absent[i] else no_rows(tables[i], device) for i in told.rows}
 
 
 def judge(updates: PyTree, context: Context | None) -> Array:

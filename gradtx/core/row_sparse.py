@@ -86,10 +86,6 @@ class Rows(Payload):
         values, indices = self.values[where], self.indices[where]
         return Rows(values, indices, self.shape, self.dtype)
 
-    def none(self) -> Rows:
-        """No rows of the same leaf."""
-        return self.chosen(self.indices.new_empty(0))
-
     def sparse(self, dtype: torch.dtype) -> torch.Tensor:
         """The same as a coalesced sparse COO tensor of a dtype."""
         return torch.sparse_coo_tensor(
@@ -158,6 +154,8 @@ def largest_rows(ratio: float, rows: Rows) -> Rows:
 
 AllRows = Mapping[int, Rows | None]
 
+SelectRows = Callable[[AllRows, Any], AllRows]
+
 
 def all_finite(rows: AllRows, tables: Mapping[int, Table] | None = None) -> bool:
     """Whether all values are finite, in the dtypes of the tables if these are given."""
@@ -167,18 +165,33 @@ def all_finite(rows: AllRows, tables: Mapping[int, Table] | None = None) -> bool
     return all(bool(values.isfinite().all()) for values in there.values())
 
 
+def device_of(rows: AllRows, others: Sequence[torch.Tensor]) -> torch.device:
+    """The device of a step's arrays, for what stands in for rows that are not there."""
+    found = [*(x.values for x in rows.values() if x is not None), *others]
+    return found[0].device if found else torch.device("cpu")
+
+
 def map_rows(fn: Callable[[torch.Tensor], Any], rows: AllRows) -> dict[int, Rows | None]:
     """`fn` of the values of all rows."""
     return {i: x if x is None else x.with_values(fn(x.values)) for i, x in rows.items()}
 
 
+def among_rows(select: Callable[[Rows], Rows]) -> SelectRows:
+    """Chooses among the rows of each leaf alone."""
+
+    def select_rows(rows: AllRows, state: Any) -> AllRows:
+        return {i: x if x is None else select(x) for i, x in rows.items()}
+
+    return select_rows
+
+
 def with_feedback(
-    select: Callable[[Rows], Rows], rows: AllRows, residuals: Sequence[Any]
+    select: Callable[[AllRows], AllRows], rows: AllRows, residuals: Sequence[Any]
 ) -> tuple[dict[int, Rows | None], dict[int, torch.Tensor]]:
     """The rows that are sent with what was left out before, and what is left out now.
 
     Args:
-        select: chooses among the rows of a leaf.
+        select: chooses among rows; what it hands on as it is goes past.
         rows: by position.
         residuals: of all leaves, dense; None for one whose rows are all sent.
 
@@ -191,8 +204,9 @@ def with_feedback(
         if own is None or residual is None:
             continue
         whole = residual.index_add(0, own.indices, own.values)
-        every = torch.arange(own.positions, device=whole.device)
-        chosen = select(Rows(whole, every, own.shape, own.dtype))
-        sent[i] = chosen
-        left[i] = whole.index_fill_(0, chosen.indices, 0)
+        every = Rows(whole, torch.arange(own.positions, device=whole.device), own.shape, own.dtype)
+        chosen = select({i: every})[i]
+        if chosen is not None and chosen is not every:
+            sent[i] = chosen
+            left[i] = whole.index_fill_(0, chosen.indices, 0)
     return sent, left

@@ -223,7 +223,14 @@ def scheduled(
         inner_state = first.settle(before.inner_state, state.inner_state, settlement)
         return ScheduleState(state.count, inner_state)
 
-    transformation = Scheduled(stage, init, update, settle=settle)
+    select = first.select_rows
+    transformation = Scheduled(
+        stage,
+        init,
+        update,
+        settle=settle,
+        select_rows=select and (lambda rows, state: select(rows, state.inner_state)),
+    )
     transformation.schedule, transformation.sized = schedule, sized
     return transformation
 

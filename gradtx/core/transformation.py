@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gradtx import backends
 from gradtx.core.foreign import name_of, settings_of
 from gradtx.core.payload import Payload
-from gradtx.core.row_sparse import AllRows, Rows
+from gradtx.core.row_sparse import AllRows, SelectRows
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.tree import (
     Array,
@@ -213,7 +213,8 @@ class Transformation:
             after the other, as one payload.
         shows: of a compressor with encoders: an infinity or a NaN of a leaf is among the values of
             the payload that the first of them makes.
-        select_rows: of a compressor that chooses among the rows of row-sparse leaves.
+        select_rows: ``select_rows(rows, state) -> rows``: of a compressor that chooses among the
+            rows of row-sparse leaves.
         divides: of what stands first in a gate: whether it divides by `Progress.divisor`.
         tells: ``tells(leaves, state) -> bools``: of which leaves `update` adds such values to
             `Progress.shown`, so that the leaves need not be judged.
@@ -235,7 +236,7 @@ class Transformation:
         encoders: tuple[EncodeFn, ...] = (),
         encode_joined: Callable[..., Payload] | None = None,
         shows: bool = False,
-        select_rows: Callable[[Rows], Rows] | None = None,
+        select_rows: SelectRows | None = None,
         divides: bool = False,
         tells: TellsFn | None = None,
     ) -> None:
@@ -243,7 +244,7 @@ class Transformation:
         self.encoders = encoders
         self.encode_joined: Any = encode_joined
         self.shows, self.divides = shows, divides
-        self.select_rows: Any = select_rows
+        self.select_rows = select_rows
         self.tells: TellsFn = tells or (lambda leaves, state: [False] * len(leaves))
         self.stages = (stage,) if stages is None else stages
         self.parts = parts

@@ -422,13 +422,22 @@ class Layout:
 register_node(Layout, static=("leaves", "treespec"))
 
 
+def without_tables(params: PyTree) -> PyTree:
+    """The parameters, with None for those that a chain has given as sparse stand-ins."""
+    leaves, treespec = flatten(params)
+    in_rows = [isinstance(x, torch.Tensor) and x.is_sparse for x in leaves]
+    return unflatten(treespec, [None if yes else x for x, yes in zip(leaves, in_rows, strict=True)])
+
+
 def check_leaf(path: str, leaf: Any) -> None:
     """Refuses a leaf that is no dense floating-point array, naming its path."""
     _check_floats(path, leaf)
     if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
         raise TypeError(
-            f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient; a chain takes "
-            "rows if init is given the module, or a sparse tensor in place of the parameter"
+            f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient, as init was told; "
+            "write sparse=False where it is looked up. Rows are taken of the weight of an "
+            "Embedding(sparse=True) that is used in no other way, if init is given the module, and "
+            "of what init is given a sparse tensor for"
         )
 
 
@@ -538,7 +547,7 @@ def parameters_of(params: PyTree, info: Info | None = None) -> tuple[PyTree, Inf
             known = found.get(first)
             # A parameter that several modules share is a normalisation layer's if one of them is,
             # and has row-sparse gradients if it has them in all.
-            in_rows = isinstance(module, LOOKUPS) and module.sparse
+            in_rows = isinstance(module, LOOKUPS) and module.sparse and name == "weight"
             in_rows = in_rows and (known is None or known.row_sparse)
             if known is None or not known.running_statistics:
                 known = LeafInfo(type(module), name, keeps_running_statistics(module))

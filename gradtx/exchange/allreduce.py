@@ -359,9 +359,8 @@ class Allreduce(Exchange):
         sent_on, returned = shots.send_on(self._op, factor or 1.0) if shots.messages else ({}, {})
         context.progress.finite = finite_everywhere
         if context.progress.rows and finite_everywhere:
-            device = found[0].device if found else torch.device("cpu")
             context.progress.rows = exchanged_rows(
-                group, context.progress.rows, context.layout, header, self._op, device
+                group, context.progress.rows, context.layout, header, self._op, found
             )
         # All have answered to the end: only now is anything written over.
         totals |= add_up()

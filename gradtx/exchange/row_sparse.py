@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradtx.core.phases import in_phase
-from gradtx.core.row_sparse import AllRows, Rows, no_rows
+from gradtx.core.row_sparse import AllRows, Rows, device_of, no_rows
 from gradtx.core.tree import Layout
 from gradtx.exchange.group import Group
 from gradtx.exchange.message import Packing
@@ -25,7 +25,7 @@ def exchanged_rows(
     layout: Layout,
     header: Header,
     op: str,
-    device: torch.device,
+    dense: Sequence[torch.Tensor],
 ) -> dict[int, Rows | None]:
     """The mean (or the sum) over ranks of row-sparse leaves, in one message of a rank.
 
@@ -38,7 +38,7 @@ def exchanged_rows(
         layout: of all leaves.
         header: of the step.
         op: ``"mean"`` or ``"sum"``.
-        device: of what stands in for leaves that are not there.
+        dense: the other arrays of the step.
 
     Returns:
         The rows that some rank has, by position; None for a leaf that no rank has a gradient for.
@@ -48,7 +48,7 @@ def exchanged_rows(
     """
     if group.size == 1:
         return dict(rows)
-    tables = layout.tables
+    tables, device = layout.tables, device_of(rows, dense)
     own = [rows[i] or no_rows(table, device) for i, table in tables.items()]
     absent = tuple(rows[i] is None for i in tables)
     header = replace(header, absent=absent)
