@@ -3,7 +3,6 @@
 Its data is scikit-learn's digits: pip install 'gradtx[demo]' accelerate
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 torchrun --nproc-per-node 2 examples/accelerate_loop.py --save checkpoint --epochs 10
 torchrun --nproc-per-node 2 examples/accelerate_loop.py --resume checkpoint
 """
