@@ -3,7 +3,6 @@
 Its data is scikit-learn's digits: pip install 'gradtx[demo]' accelerate
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 torchrun --nproc-per-node 2 examples/accelerate_loop.py --save checkpoint --epochs 10
 torchrun --nproc-per-node 2 examples/accelerate_loop.py --resume checkpoint
 """
@@ -102,7 +101,7 @@ def train(options: argparse.Namespace) -> nn.Module:
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(images), labels))
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 5.0)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
                     sent, dense = sent + hook.report.wire_bytes, dense + hook.report.dense_bytes
                     if accelerator.scaler is None and not hook.report.ready:
                         optimizer.zero_grad()  # a bad step of some rank; with a scaler, it skips
