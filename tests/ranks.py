@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -249,6 +250,7 @@ def _load(where: tuple[str, str]) -> Callable[..., Any]:
 def _serve(tasks: Connection, results: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    gc.freeze()  # A collection is then quick.
     while True:
         try:
             where, args, rank, size, store, timeout = pickle.loads(tasks.recv_bytes())
@@ -273,7 +275,12 @@ def _in_group(fn: Any, args: Any, rank: int, size: int, store: str, timeout: flo
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return fn(rank, *args)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
+        # A model in DDP that goes after its group can wait for ever (pytorch/pytorch#56297).
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -339,6 +339,7 @@ def _lightning(rank, folder):
 
         keep_one = ModelCheckpoint(f"{folder}/kept", every_n_train_steps=1, save_top_k=1)
         fitted(Small(), enable_checkpointing=True, callbacks=[keep_one])
+        torch.distributed.barrier()  # Each rank removes its own.
         found["kept"] = sorted(path.name for path in Path(folder, "kept").iterdir())
 
         static = {"static_graph": True}

@@ -148,7 +148,7 @@ def test_what_is_of_another_run_is_refused_by_name(kind, tmp_path):
         (run, {**here, "rank": 3, "world_size": 4}, "has rank 3: expected 0"),
         (run, {**here, "world_size": 4}, "has world_size 4: expected 1; gx.reshard"),
         (run, {**here, "format": 7}, "has format 7: expected 1"),
-        (run, {**here, "state": []}, "has a list in 'state': expected a dict"),
+        (run, {**here, "state": []}, r"\['state'\] is a list: expected a dict"),
         (run, {"state": here["state"]}, "is no state_dict of a Pipeline: it lacks"),
         (run, [here], "is no state_dict of a Pipeline: it is a list"),
     ]
