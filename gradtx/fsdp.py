@@ -256,7 +256,7 @@ def check_stages(tx: Chain, *, overlap: bool | str, masters: bool) -> None:
     Raises:
         ValueError: naming it, and what to write instead.
     """
-    reason = next((_reason_against(stage) for stage in tx.stages if _reason_against(stage)), "")
+    reason = next(filter(None, map(_reason_against, tx.stages)), "")
     if overlap:
         reason = (
             "overlap=True takes gradients from a background thread, and FSDP reduces them on "
@@ -281,8 +281,8 @@ def _reason_against(stage: Stage) -> str:
     if not stage.whole or stage.kind in (Kind.COMPRESSOR, Kind.UNSCALE):
         return ""
     if stage.name == "clip_by_global_norm":
-        norm, when = stage.hyperparameters["max_norm"], "after pipe.sync()"
-        instead = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm}) {when}"
+        norm = stage.hyperparameters["max_norm"]
+        instead = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm}) after pipe.sync()"
     elif stage.name == "clip_by_local_norm":
         norm = stage.hyperparameters["max_norm"]
         instead = (
