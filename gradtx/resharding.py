@@ -487,8 +487,7 @@ def _rank_order(states: Sequence[Any], names: Sequence[str]) -> list[int]:
         # Some, as the number of ranks is only what a file says.
         missing = list(islice((rank for rank in range(size) if rank not in where), 9))
         raise ValueError(
-            f"the states are those of {len(states)} of {size} ranks: "
-            f"{_ranks(missing)} missing"
+            f"the states are those of {len(states)} of {size} ranks: {_ranks(missing)} missing"
         )
     return [where[rank] for rank in range(len(states))]
 

@@ -84,7 +84,10 @@ class Flat:
 
     def complaint(self) -> str:
         """What is not flat; empty if all is."""
-        for name, what, most in (("resident", "bytes of memory", GROWTH), ("files", "files", FILES)):
+        for name, what, most in (
+            ("resident", "bytes of memory", GROWTH),
+            ("files", "files", FILES),
+        ):
             grown = self.growth(name)
             if grown is not None and grown > most:
                 return f"a process has {grown:,} {what} more at its end than after its second turn"
@@ -321,9 +324,7 @@ def report(chains: Sequence[str], found: Soaked, args: argparse.Namespace) -> in
     return complain(f"{found.complaint}\n{again(args)}", 1) if found.complaint else 0
 
 
-def write_json(
-    path: Path, chains: Sequence[str], found: Soaked, args: argparse.Namespace
-) -> None:
+def write_json(path: Path, chains: Sequence[str], found: Soaked, args: argparse.Namespace) -> None:
     """Writes all results to a file."""
     results: dict[str, Any] = {
         "version": gx.__version__,

@@ -1,13 +1,12 @@
-"""What each rank does in ``bench soak``: episode after episode, with the laws checked throughout."""
+"""What each rank does in ``bench soak``: episodes of chains, with the laws checked throughout."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import zlib
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -226,7 +225,9 @@ class Run:
 
     def _loaded(self) -> dict[str, Any] | None:
         path = self._path("run")
-        found: dict[str, Any] | None = torch.load(path, weights_only=True) if path.exists() else None
+        found: dict[str, Any] | None = (
+            torch.load(path, weights_only=True) if path.exists() else None
+        )
         return found
 
     def save(self) -> None:
@@ -422,7 +423,12 @@ class Run:
             if found and path in residuals and key in saved["per_rank"]:
                 residuals[path] += value.double()
             _, found, path = key.partition(".updates.")
-            if found and path in queued and ".queue." in key and bool(saved["state"][_good_of(key)]):
+            if (
+                found
+                and path in queued
+                and ".queue." in key
+                and bool(saved["state"][_good_of(key)])
+            ):
                 queued[path] += value.double()
         flat = torch.cat([residuals[path].reshape(-1) for path in PATHS])
         total = self.group.all_reduce(flat) / self.group.size

@@ -16,7 +16,14 @@ _ROOM = 2**30  # bytes that the fuzzer's own corpus may grow by
 _NUMBERS = (0, 1, 2, 7, 127, 128, 255, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
 _WIDE = (*_NUMBERS, 2**52, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 _FLOATS = (0.0, -1.0, 0.5, 1e38, 3.4e38, 1e300, float("inf"), float("-inf"), float("nan"))
-_FORMATS = {"<B": _NUMBERS, "<H": _NUMBERS, "<I": _NUMBERS, "<Q": _WIDE, "<f": _FLOATS, "<d": _FLOATS}
+_FORMATS = {
+    "<B": _NUMBERS,
+    "<H": _NUMBERS,
+    "<I": _NUMBERS,
+    "<Q": _WIDE,
+    "<f": _FLOATS,
+    "<d": _FLOATS,
+}
 
 
 def edited(data: bytearray, drawn: random.Random) -> bytearray:
