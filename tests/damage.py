@@ -1,7 +1,16 @@
 """What may become of bytes on their way."""
 
+import math
+import struct
+
 import torch
 from hypothesis import strategies as st
+
+EXTREMES = [
+    *(struct.pack("<q", number) for number in (0, 1, -1, 2**15, 2**31 - 1, -(2**31), 2**62)),
+    *(struct.pack("<d", number) for number in (-1.0, 1e300, math.inf, math.nan)),
+    *(struct.pack("<ff", number, number) for number in (-1.0, 3e38, math.inf, math.nan)),
+]
 
 
 def as_tensor(data):
@@ -14,8 +23,8 @@ def as_bytes(tensor):
 
 @st.composite
 def damaged(draw, data):
-    """The bytes, cut short, followed by others, with bits flipped, or others altogether."""
-    how = draw(st.sampled_from(["nothing", "cut", "extend", "flip", "fill", "replace"]))
+    """The bytes, cut short, followed by others, with bits or numbers changed, or all others."""
+    how = draw(st.sampled_from(["nothing", "cut", "extend", "flip", "number", "fill", "replace"]))
     if how == "cut":
         return data[: draw(st.integers(0, len(data)))]
     if how == "extend":
@@ -25,6 +34,11 @@ def damaged(draw, data):
         for _ in range(draw(st.integers(1, 3))):
             flipped[draw(st.integers(0, len(data) - 1))] ^= 1 << draw(st.integers(0, 7))
         return bytes(flipped)
+    if how == "number" and data:
+        length = draw(st.sampled_from([1, 2, 4, 8]))
+        start = draw(st.integers(0, (len(data) - 1) // length)) * length
+        number = draw(st.sampled_from(EXTREMES))[:length]
+        return data[:start] + number[: len(data) - start] + data[start + length :]
     if how == "fill":
         return bytes([draw(st.sampled_from([0, 255]))]) * len(data)
     if how == "replace":

@@ -547,7 +547,7 @@ REFUSED = [
     (
         lambda a, b, c: [a, b, with_value(c, "residual.weight", [1.0])],
         ValueError,
-        "residual.weight' is a list: expected a tensor",
+        "residual.weight' of rank 2 is a list: expected a tensor",
     ),
     (
         lambda a, b, c: [a, b, with_value(c, "1.count", torch.tensor(7, dtype=torch.int32))],

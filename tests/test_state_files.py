@@ -3,14 +3,13 @@
 import errno
 import os
 import re
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtx as gx
+from fuzz.memory import Memory
 from gradtx.__main__ import main
 from gradtx.state_files import added, reshard_files
 from gradtx.testing import run_ranks
@@ -207,31 +206,6 @@ def test_errors_name_the_files(files, tmp_path):
         reshard_files([tmp_path / "tensor.pt"], 2, tmp_path / "new")
     with pytest.raises(ValueError, match=re.escape("reshard_files(new_size=0")):
         reshard_files(files, 0, tmp_path / "new")
-
-
-class Memory(TorchDispatchMode):
-    """The bytes of what operations of torch have made and somebody holds, and the most of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-        self._known = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        schema = func._schema
-        fresh = not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
-        if fresh and isinstance(out, torch.Tensor) and "from_file" not in func.name():
-            self._note(out.untyped_storage())
-        return out
-
-    def _note(self, storage):
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._gone, storage.nbytes())
-
-    def _gone(self, nbytes):
-        self.now -= nbytes
 
 
 def layers(count):

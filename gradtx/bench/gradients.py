@@ -6,7 +6,7 @@ import math
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -59,30 +59,32 @@ def load(source: str) -> Gradient:
 
 
 def _read(path: Path, read: Callable[[Path], PyTree]) -> PyTree:
-    with path.open("rb"):  # Of bytes that are wrong the readers raise anything, OSError too.
-        pass
     try:
         return read(path)
-    except ImportError:
+    except (ImportError, FileNotFoundError, IsADirectoryError, PermissionError):
         raise
-    except Exception as error:
+    except Exception as error:  # Of bytes that are wrong the readers raise anything.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path}: not read as {path.suffix}: {reason}") from error
 
 
-def _read_numpy(path: Path) -> PyTree:
+def _read_npy(path: Path) -> PyTree:
     # Mapped, as numpy takes the memory that a file says it needs before it looks for the values.
-    loaded = np.load(path, mmap_mode="c", allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        return torch.from_numpy(loaded)
-    with loaded:
-        _check_lengths(path)
-        return {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+    return torch.from_numpy(np.lib.format.open_memmap(path, mode="c"))
 
 
-def _check_lengths(path: Path) -> None:
+def _read_npz(path: Path) -> PyTree:
+    # Opened here, as numpy leaves open what it cannot read.
+    with path.open("rb") as file:
+        _check_lengths(file)
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as loaded:
+            return {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+
+
+def _check_lengths(whole: BinaryIO) -> None:
     """Refuses an archive of arrays that say that they are longer than they are."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(whole) as archive:
         for entry in archive.infolist():
             with archive.open(entry) as file:
                 version = np.lib.format.read_magic(file)
@@ -105,8 +107,8 @@ def _read_safetensors(path: Path) -> PyTree:
 
 
 _READERS: dict[str, Callable[[Path], PyTree]] = {
-    ".npy": _read_numpy,
-    ".npz": _read_numpy,
+    ".npy": _read_npy,
+    ".npz": _read_npz,
     ".pt": _read_torch,
     ".pth": _read_torch,
     ".safetensors": _read_safetensors,

@@ -1,4 +1,4 @@
-"""What each rank does in ``bench soak``: episode after episode, with the laws checked throughout."""
+"""What each rank does in ``bench soak``: episodes of chains, with the laws checked throughout."""
 
 from __future__ import annotations
 

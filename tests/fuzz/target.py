@@ -26,8 +26,8 @@ class Target:
     known: int = 0
 
     def warm(self) -> None:
-        """Decodes all seeds, for what is imported and kept the first time."""
-        for seed in self.seeds:
+        """Decodes a seed of each layout, for what is imported and kept the first time."""
+        for seed in {seed[:1]: seed for seed in self.seeds}.values():
             with Memory():
                 self.run(seed)
 
