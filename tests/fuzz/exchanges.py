@@ -27,6 +27,17 @@ def gradients(rank: int, step: int) -> dict[str, Any]:
     return {**found, "b": None} if rank == 1 else found
 
 
+def with_rows(rank: int, step: int) -> dict[str, Any]:
+    """Gradients of tables, of which a rank has some rows, or none."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    found: dict[str, Any] = {"w": torch.randn(5, generator=generator), "absent": None}
+    for key, dtype in (("t", torch.float32), ("d", torch.float64)):
+        rows = torch.randint(0, 9, (1, 4 - rank), generator=generator)
+        values = torch.randn((4 - rank, 3), generator=generator, dtype=dtype)
+        found[key] = torch.sparse_coo_tensor(rows, values, (9, 3), check_invariants=True)
+    return {**found, "absent": None if rank else found["t"]}
+
+
 @dataclass(frozen=True)
 class Case:
     """A step of a chain on one of several ranks.
@@ -38,6 +49,7 @@ class Case:
         before: how many steps are made before this one.
         extra: for `update`.
         gated: whether what is not finite may not come out.
+        gradients: of a rank and a step; those of rank 0 are all there.
     """
 
     make: Callable[[Group], gx.Chain]
@@ -46,13 +58,14 @@ class Case:
     before: int = 0
     extra: tuple[tuple[str, Any], ...] = ()
     gated: bool = True
+    gradients: Callable[[int, int], dict[str, Any]] = gradients
 
     def steps(self, group: Group) -> tuple[gx.Chain, Any]:
         """The chain and its state before the step, on one rank."""
         tx = self.make(group)
-        state = tx.init({**gradients(0, 0)})
+        state = tx.init(self.gradients(0, 0))
         for number in range(self.before):
-            _, state = tx.update(gradients(group.rank, number), state, **dict(self.extra))
+            _, state = tx.update(self.gradients(group.rank, number), state, **dict(self.extra))
         return tx, state
 
     def recorded(self) -> "Recorded":
@@ -63,9 +76,9 @@ class Case:
             with default_group(group):
                 tx, state = self.steps(group)
                 # A first time, for what is agreed on in the first step alone.
-                tx.update(gradients(rank, self.before), state, **dict(self.extra))
+                tx.update(self.gradients(rank, self.before), state, **dict(self.extra))
                 group.heard.clear()
-                tx.update(gradients(rank, self.before), state, **dict(self.extra))
+                tx.update(self.gradients(rank, self.before), state, **dict(self.extra))
             return Recorded(self, state, group.agreements, bytes(group.heard))
 
         return run_ranks(self.size, one)[self.rank]
@@ -84,7 +97,7 @@ class Recorded:
         """The step again, with other bytes; either it raises, or what comes is in order."""
         group = Replay(self.case.rank, self.case.size, data)
         group.agreements = dict(self.agreements)
-        own = gradients(self.case.rank, self.case.before)
+        own = self.case.gradients(self.case.rank, self.case.before)
         with default_group(group):
             tx = self.case.make(group)
             try:
@@ -92,8 +105,9 @@ class Recorded:
             except (RankMismatchError, WireFormatError, SilentError):
                 return
         for leaf in (*(arrays_in(updates) if self.case.gated else ()), *arrays_in(state)):
+            leaf = leaf.to_dense() if leaf.is_sparse else leaf
             assert not leaf.is_floating_point() or bool(leaf.isfinite().all())
-        for key, like in gradients(0, 0).items():
+        for key, like in self.case.gradients(0, 0).items():
             assert updates[key] is None or updates[key].shape == like.shape, key
         assert [x.shape for x in arrays_in(state)] == [x.shape for x in arrays_in(self.state)]
 
@@ -170,6 +184,18 @@ def root() -> Target:
         Case(chain(gx.threshold(0.5, capacity=0.5), gx.ef(), **way), rank=2, size=3),
         Case(chain(gx.sign(), gx.ef(), **way), rank=1),
         Case(chain(gx.accumulate(2), gx.topk(0.1), gx.ef(), **way), rank=1, before=1),
+    )
+
+
+@target
+def rows() -> Target:
+    """Rows of tables, as many as a rank has."""
+    own = {"gradients": with_rows}
+    return of_cases(
+        Case(chain(), gated=False, **own),
+        Case(chain(gx.unscale()), rank=1, size=3, extra=(("loss_scale", 8.0),), **own),
+        Case(chain(gx.topk(0.5, rows=0.3), gx.ef()), **own),
+        Case(chain(gx.topk(0.5, rows=0.3, feedback=False)), rank=2, size=3, **own),
     )
 
 
