@@ -19,7 +19,7 @@ import gradtx as gx
 from gradtx import grouped
 from gradtx.exchange.group import ProcessGroup
 
-STEPS = 8
+STEPS = 16
 LAST = 5  # In which the victim is lost.
 
 
