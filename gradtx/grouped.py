@@ -76,7 +76,8 @@ class Grouped:
         order: the positions of the leaves, in the order in which the forward pass uses them.
         info: what is known of them, by path, or None.
         state: of the chain, to begin with.
-        known: gives the extra arguments of `update`, as they are known before the backward pass.
+        known: gives the extra arguments of `update`, as they are known before the backward pass: a
+            method of who holds this engine, and so held weakly, or dropping both would leave hooks.
         trial: of whether it pays.
         widens: whether gradients go into the chain in FP32.
     """
@@ -93,7 +94,8 @@ class Grouped:
         *,
         widens: bool,
     ) -> None:
-        self._tx, self._params, self._info, self._known = tx, params, info, known
+        self._tx, self._params, self._info = tx, params, info
+        self._known = weakref.WeakMethod(known)
         self._leaves, self._treespec = flatten(params)
         exchange = max(i for i, t in enumerate(tx.transformations) if _exchanges(t))
         self._front = Chain(over_siblings(tx.transformations[: exchange + 1]))
@@ -164,7 +166,8 @@ class Grouped:
             RuntimeError: if it has before, in this step.
         """
         with self._lock:
-            if self._paused or not self.trial.on:
+            known = self._known()
+            if self._paused or not self.trial.on or known is None:
                 return
             group = self._group_of[place]
             if place not in group.waiting:
@@ -179,7 +182,7 @@ class Grouped:
                 if following.waiting:
                     break
                 if not self._jobs:
-                    self._went_with = self._known()
+                    self._went_with = known()
                 there = {i: self._leaves[i].grad for i in following.places}
                 self._send(following, there, self._went_with)
 

@@ -327,8 +327,9 @@ class Pipeline:
             weight: what the micro-step weighs in the window of `accumulate`: how many tokens the
                 loss is a mean over, say. One by default.
 
-        After an error, parameters, optimizers, the state, and every ``.grad`` are as they were;
-        with overlap, or a `delayed` exchange, every ``.grad`` is None.
+        After an error, parameters, optimizers, the state, and every ``.grad`` are as they were.
+        With overlap, or a `delayed` exchange, every ``.grad`` is None; and after a delayed one that
+        has failed there is no state that the parameters belong to, and none is given.
 
         Returns:
             What happened. Where ``ready`` is false there is nothing to step with.

@@ -19,7 +19,7 @@ import gradtx as gx
 from gradtx import grouped
 from gradtx.exchange.group import ProcessGroup
 
-STEPS = 8
+STEPS = 16
 LAST = 5  # In which the victim is lost.
 
 
@@ -231,12 +231,15 @@ def train(line, rank, name, store, limit, fate=None):
                 before = loop.kept()
                 if fate is not None and name != "overlap":
                     fate.begin(step)
+                began = time.monotonic()
                 loop.sync()
                 if fate is not None:
                     fate._marks.set(syncing=0)
                 weights.append(loop.weights())
         except gx.RankLostError as error:
-            line.tell((weights, str(error), faults_after(loop, before)))
+            late = time.monotonic() - began > limit + 5
+            faults = faults_after(loop, before)
+            line.tell((weights, str(error), faults + ["it has waited too long"] * late))
             return
         line.tell((weights, "", []))
 
@@ -275,6 +278,12 @@ def faults_after(loop, before):
     found += [f"{key} has changed" for key in before if not same(before[key], kept[key])]
     if loop.name in ("overlap", "delayed") and any(p.grad is not None for p in loop.all()):
         found.append("a gradient is still there")
+    if loop.name == "delayed":
+        try:
+            loop.pipe.state_dict()
+            found.append("a state that no parameters belong to can be read")
+        except gx.RankLostError:
+            pass
     for again in (loop.pipe.sync, loop.pipe.sync_buffers):
         if again == loop.pipe.sync:
             loop.backward(0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -202,36 +203,47 @@ class ProcessGroup(Group):
             raise
         except BaseException as error:
             # Whatever it is, an interrupt too: this rank is no longer where the others are.
-            self.give_up(self._said_of(error, to))
+            self._lost = "an exchange has been broken off"
+            gone = self._hang_up() or ([] if to is None else [to])
+            self._lost = self._said_of(error, gone)
             if isinstance(error, RuntimeError):
                 raise RankLostError(self._lost) from error
             raise
 
-    def _said_of(self, error: BaseException, to: int | None) -> str:
+    def _said_of(self, error: BaseException, gone: Sequence[int]) -> str:
         members, limit = self.members, _timeout(self._group)
-        who = f"a rank of {list(members)}" if to is None else f"rank {members[to]}"
+        who = " and ".join(f"rank {members[rank]}" for rank in gone) or f"a rank of {list(members)}"
         waited = "" if limit is None else f" ({limit.total_seconds():g} s)"
         why = (str(error) or type(error).__name__).split("\n")[0]
         return (
-            f"{who} does not answer: it has died, was silent for longer than the group's time-out"
-            f"{waited}, or has given up. Rank {members[self.rank]} is as it was before this step, "
-            "and the group cannot be used again: go on from the checkpoints of one step, in new "
-            f"processes, as torchrun --max-restarts starts them. [{why}]"
+            f"no answer from {who}: dead, silent for longer than the group's time-out{waited}, or "
+            f"given up. Rank {members[self.rank]} is as it was before this step, and the group "
+            "cannot be used again: go on from the checkpoints of one step, in new processes, as "
+            f"torchrun --max-restarts starts them. [{why}]"
         )
 
     def give_up(self, reason: str) -> None:
         """Closes the connections, where the backend lets it: the others wait no longer."""
-        if self._lost:
-            return
-        self._lost = reason
+        if not self._lost:
+            self._lost = reason
+            self._hang_up()
+
+    def _hang_up(self) -> list[int]:
+        """Closes the connections to all ranks; gives those that were closed from the other end."""
+        gone: list[int] = []
         if self._backend != "gloo":
-            return
-        # A receive that is out of time makes gloo close the connections to all.
+            return gone
         for rank in range(self.size):
-            with suppress(Exception):
-                if rank != self.rank:
-                    nothing = [torch.empty(1, dtype=torch.uint8)]
-                    self._group.recv(nothing, rank, _NEVER).wait(timedelta(milliseconds=1))
+            if rank == self.rank:
+                continue
+            nothing = [torch.empty(1, dtype=torch.uint8)]
+            try:
+                # One that is out of time makes gloo close the connections to all.
+                self._group.recv(nothing, rank, _NEVER).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if not re.search("timed out|timeout", str(error), re.IGNORECASE):
+                    gone.append(rank)
+        return gone
 
     def sibling(self) -> Group:
         """Another process group of the same ranks, backend and time-out."""
