@@ -119,10 +119,10 @@ class Ledger:
         worst, where = 0.0, ""
         for path in PATHS:
             dtype = torch.float64 if SHAPES[path][1] == torch.float64 else torch.float32
-            apart = (self.got[path] + held[path] - self.given[path]).abs().max()
+            apart = float((self.got[path] + held[path] - self.given[path]).abs().max())
             most = (self.mass[path] + held[path].abs()).max()
             tolerance = ULPS * torch.finfo(dtype).eps * float(most)
-            share = float(apart) / tolerance if tolerance else float(bool(apart)) * torch.inf
+            share = apart / tolerance if tolerance else apart and torch.inf
             # What is not a number is larger than all.
             if not share <= worst:
                 worst, where = share, path

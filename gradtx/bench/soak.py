@@ -77,7 +77,7 @@ class Flat:
 
         None if there are fewer than three turns, or the system does not tell.
         """
-        values = [getattr(each, name) for each in self.ended]
+        values: list[int] = [getattr(each, name) for each in self.ended]
         if len(values) < 3 * self.chains or -1 in values:
             return None
         return max(values[-self.chains :]) - max(values[self.chains : 2 * self.chains])
@@ -106,6 +106,7 @@ class Soaked:
         broken: the law that was broken; None if none was.
         complaint: what else was wrong.
         seconds: for all of it.
+        episodes: how many came to their end.
     """
 
     counts: list[Counts]
@@ -115,6 +116,12 @@ class Soaked:
     broken: Broken | None = None
     complaint: str = ""
     seconds: float = 0.0
+    episodes: int = 0
+
+    @property
+    def restarts(self) -> int:
+        """How often a chain went on from its checkpoints."""
+        return max(0, self.episodes - len(self.counts))
 
 
 def soak(task: Task, lives: Sequence[Life], limit: float) -> Iterator[str | Soaked]:
@@ -142,6 +149,7 @@ def soak(task: Task, lives: Sequence[Life], limit: float) -> Iterator[str | Soak
             if isinstance(message, Ended):
                 add(found.counts[message.chain], message.counts)
                 ended.append(message)
+                found.episodes += 1
             elif isinstance(message, Broken):
                 found.broken = message
             else:
@@ -303,11 +311,10 @@ def report(chains: Sequence[str], found: Soaked, args: argparse.Namespace) -> in
     """Prints what a run came to, and writes the file; gives the exit status."""
     rows = zip(chains, found.counts, strict=True)
     print_table(HEADINGS, [cells(chain, counts) for chain, counts in rows])
-    episodes = [episode for life in found.lives for episode in life.episodes]
     numbers = [life.ranks for life in found.lives]
     print(
         f"seed {args.seed}; {len(numbers)} sets of processes, of {', '.join(map(str, numbers))} "
-        f"ranks; {len(episodes)} restarts from checkpoints; {found.seconds:.0f} s"
+        f"ranks; {found.restarts} restarts from checkpoints; {found.seconds:.0f} s"
     )
     if found.memory:
         memory = max(found.memory) / 2**20
@@ -337,6 +344,7 @@ def write_json(path: Path, chains: Sequence[str], found: Soaked, args: argparse.
             for chain, counts in zip(chains, found.counts, strict=True)
         ],
         "lives": [{"ranks": life.ranks, "episodes": len(life.episodes)} for life in found.lives],
+        "restarts": found.restarts,
         "memory_growth": found.memory,
         "file_growth": found.files,
         "seconds": found.seconds,

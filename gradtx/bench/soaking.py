@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -156,16 +156,13 @@ def soaked(task: Task, episode: Episode) -> Generator[str | Ended | Broken, None
     chain = task.chains[episode.chain]
     run = Run(task, episode.chain)
     try:
-        for _ in range(episode.steps):
-            broken = run.meet(run.step)
+        for work, text in run.all_of(episode):
+            broken = run.meet(work)
             if broken is not None:
                 yield broken
                 return
-            yield f"{chain}: step {run.number}"
-        broken = run.meet(run.end if episode.flush else run.check_sums)
-        if broken is not None:
-            yield broken
-            return
+            if text:
+                yield f"{chain}: step {run.number}"
         used = run.group.all_gather(_bytes_of(resident_bytes(), open_files()))
         run.save()
     except Exception as error:
@@ -215,7 +212,7 @@ class Run:
         # A Pipeline makes them those of rank 0.
         own = _digest(self._parameters)
         self._pipe = gx.Pipeline(tx, self._parameters, max_skips=None)
-        self._apart = "" if own == _digest(self._parameters) else "parameters differ when loaded"
+        self._apart = own != _digest(self._parameters)
         self._scaled = any(s.kind is Kind.UNSCALE and not s.stateful for s in tx.stages)
         if saved is not None:
             self._pipe.load_state_dict(torch.load(self._path("state"), weights_only=True))
@@ -247,11 +244,31 @@ class Run:
         """Ends what the pipeline has begun."""
         self._pipe.close()
 
-    def meet(self, work: Any) -> Broken | None:
+    def all_of(self, episode: Episode) -> Iterator[tuple[Callable[[], None], bool]]:
+        """What to do in an episode, one after the other, and whether it is a step."""
+        yield self.check_loaded, False
+        for _ in range(episode.steps):
+            yield self.step, True
+            if self.number % EVERY == 0:
+                yield self.check_sums, False
+        if episode.flush:
+            yield self.flush, False
+        yield self.check_sums, False
+
+    def check_loaded(self) -> None:
+        """Replicas are equal as they were saved.
+
+        Raises:
+            LawBroken: if this one has been made so only now.
+        """
+        if self._apart:
+            raise LawBroken("L4", "its parameters are not those of rank 0 when they are loaded")
+
+    def meet(self, work: Callable[[], None]) -> Broken | None:
         """Does something that may find a law broken, and hears whether any rank has.
 
         Args:
-            work: a function.
+            work: what raises `LawBroken`, and then talks to no other rank any more.
 
         Returns:
             What was broken: the same on all ranks.
@@ -284,8 +301,6 @@ class Run:
         Raises:
             LawBroken: if a law is broken on this rank.
         """
-        if self._apart:
-            raise LawBroken("L4", self._apart)
         seed, ranks = (self._task.seed, self._chain), self.group.size
         happens = faults.moments(*seed, self.number, ranks)
         self._count(happens)
@@ -306,8 +321,6 @@ class Run:
         self._judge(report, due)
         if self._before is not None and self._ledger.count == 0:
             self._check_trace(self._before)
-        if self.number % EVERY == 0:
-            self.check_sums()
 
     def _count(self, happens: Any) -> None:
         counts = self.counts
@@ -438,8 +451,8 @@ class Run:
             for path, part in zip(PATHS, parts, strict=True)
         }
 
-    def end(self) -> None:
-        """Brings out what is held back, and checks the sums.
+    def flush(self) -> None:
+        """Brings out what is held back.
 
         Raises:
             LawBroken: as `step`.
@@ -455,7 +468,6 @@ class Run:
         if due is True or self._ledger.owes:
             raise LawBroken("L2", "flush does not bring out all results")
         self._ledger.flushed()
-        self.check_sums()
 
 
 def _good_of(key: str) -> str:
@@ -476,5 +488,6 @@ def _digest(leaves: Mapping[str, torch.Tensor]) -> int:
     found = 0
     for path, leaf in leaves.items():
         found = zlib.crc32(path.encode(), found)
-        found = zlib.crc32(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy(), found)
+        data = leaf.detach().contiguous().view(-1).view(torch.uint8)
+        found = zlib.crc32(data.numpy().tobytes(), found)
     return found

@@ -122,7 +122,11 @@ def _is_of(value: Any, kind: str) -> bool:
     """Whether a value from JSON is of a type, as it is written in a class; null is a float."""
     if kind.startswith("list["):
         return isinstance(value, list) and all(_is_of(x, kind[5:-1]) for x in value)
-    allowed = {"str": str, "int": int, "float": (int, float, type(None))}
+    allowed: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "float": (int, float, type(None)),
+    }
     return isinstance(value, allowed[kind]) and not isinstance(value, bool)
 
 
