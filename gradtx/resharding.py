@@ -23,6 +23,7 @@ which have to have the same, do; and it is made with one leaf of one rank at a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -295,7 +296,13 @@ class Resharded:
 
     def _anew(self, section: str, key: str, rule: str) -> list[Any]:
         def value(rank: int) -> Any:
-            return self._states[rank][section][key]
+            x = self._states[rank][section][key]
+            if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
+                raise ValueError(
+                    f"{section} {key!r} of rank {rank} is sparse ({x.layout}): expected a dense "
+                    "tensor"
+                )
+            return x
 
         if not rule:
             return [self._same(section, key, value)] * self._new
@@ -374,7 +381,8 @@ class Resharded:
                     )
             for section in self._sections:
                 _check_keys(name, section, state[section], first[section])
-        unknown = [key for key in self.rules if key not in first["state"]]
+        names = (key for key in first["state"] if isinstance(key, str))
+        unknown = sorted(map(str, self.rules.keys() - set(names)))
         if unknown:
             raise ValueError(f"{self._names[0]} has rules for what is not there: {unknown[:5]}")
         for key, rule in self.rules.items():
@@ -400,11 +408,11 @@ class _Sums:
         """The sum over ranks, divided.
 
         Raises:
-            ValueError: if they are no floats.
+            ValueError: if they are neither FP32 nor FP64.
         """
         first = next(all_ranks)
-        if not first.is_floating_point():
-            raise ValueError(f"state {key!r} has dtype {first.dtype}: expected a float")
+        if first.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"state {key!r} has dtype {first.dtype}: expected float32 or float64")
         if self._memory.numel() < first.numel():
             self._memory = torch.empty(first.numel(), dtype=torch.float64)
         out, total = room(first), self._memory[: first.numel()]
@@ -461,7 +469,8 @@ def _rank_order(states: Sequence[Any], names: Sequence[str]) -> list[int]:
         if rank in where:
             raise ValueError(f"rank {rank} is there twice: {names[where[rank]]} and {name}")
         where[rank] = i
-    missing = [rank for rank in range(states[0]["world_size"]) if rank not in where]
+    ranks = range(states[0]["world_size"])
+    missing = list(islice((rank for rank in ranks if rank not in where), _SHOWN + 1))
     if missing:
         raise ValueError(
             f"the states are those of {len(states)} of {states[0]['world_size']} ranks: "
@@ -479,7 +488,7 @@ def _check_identity(state: Any, name: str) -> None:
     missing = sorted(set(_IDENTITY) - state.keys())
     if missing:
         raise ValueError(f"{name} is no state_dict of a Pipeline: it lacks {missing}")
-    if state["format"] != 1:
+    if not _equal(state["format"], 1):
         raise ValueError(f"{name} has format {state['format']!r}: expected 1")
     size = state["world_size"]
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -494,16 +503,23 @@ def _check_identity(state: Any, name: str) -> None:
         )
 
 
+_SHOWN = 8  # ranks
+
+
 def _ranks(ranks: list[int]) -> str:
-    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    some = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {some} {'are' if len(ranks) > 1 else 'is'}"
 
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether two values are the same, bit for bit."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(x, b[key]) for key, x in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or not a.layout is b.layout is torch.strided:
         return False
     return torch.equal(_bytes(a), _bytes(b.to(a.device)))
 
