@@ -591,6 +591,8 @@ def test_a_worker_at_its_own_pace_is_refused():
 def test_explain_names_the_leaves_that_go_as_rows():
     text = gx.explain(gx.chain(gx.allreduce()), Words(), ranks=2)
     assert "and the rows of 'bags.weight', 'words.weight', as many as a step has" in text
+    text = gx.explain(gx.chain(gx.allreduce()), torch.nn.Embedding(4, 2, sparse=True), ranks=2)
+    assert text.endswith("at most\n  and the rows of 'weight', as many as a step has")
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, 1, "0.1"])
