@@ -185,6 +185,14 @@ def test_the_given_gradient_stays_as_it_is():
     assert grad._values().tolist() == [[1.0], [2.0], [4.0]]
 
 
+def test_a_result_may_be_written_to():
+    tx = gx.chain(gx.allreduce())
+    grad = rows([1, 3], [[1.0], [2.0]]).coalesce()
+    updates, _ = tx.update({"t": grad}, tx.init({"t": torch.zeros(ROWS, 1).to_sparse()}))
+    updates["t"].values().mul_(2)
+    assert grad.values().tolist() == [[1.0], [2.0]]
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_bad_row_skips_the_step_on_all_ranks(bad):
     tx = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef(), gx.allreduce())
