@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
+
+import torch
 
 from gradtx.core.chain import Chain
 from gradtx.core.errors import ChainOrderError, RankMismatchError
+from gradtx.core.row_sparse import LOOKUPS
 from gradtx.core.rules import NO_EXCHANGE, PAYLOAD_AT_END, check
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.transformation import Context
@@ -33,6 +37,27 @@ def check_chain(tx: Chain, group: Group, by: str) -> None:
     if violations:
         lines = [f"{v.code}: {v.reason}\n    fix: {v.fix}" for v in violations]
         raise ChainOrderError("\n".join([f"{by} refuses {tx.code()}", *lines]), violations)
+
+
+def check_lookups(model: Any, group: Group) -> None:
+    """Refuses lookups that change their table in the forward pass, on each rank other rows.
+
+    Args:
+        model: an `nn.Module`; nothing is known of anything else.
+        group: the ranks.
+
+    Raises:
+        ValueError: naming the layer, if there are several ranks.
+    """
+    if group.size == 1 or not isinstance(model, torch.nn.Module):
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, LOOKUPS) and module.max_norm is not None:
+            raise ValueError(
+                f"layer {path!r} has max_norm={module.max_norm!r}: its forward pass shrinks the "
+                "rows that this rank looks up, in place, and the replicas drift apart; leave it "
+                "out, and shrink rows after optimizer.step(), all of them"
+            )
 
 
 def check_one_loss_scale(tx: Chain, name: str) -> None:

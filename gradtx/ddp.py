@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradtx.checkpoint import check_identity, flatten_state, identity, restore_state
 from gradtx.checks import (
     check_chain,
+    check_lookups,
     check_one_loss_scale,
     has_unscale,
     own_loss_scale,
@@ -82,7 +83,8 @@ def ddp_hook(
             over a JAX mesh.
         ValueError: if the chain has `accumulate`, `delayed` or `master_weights`; if there is an
             `unscale` and no scaler, or the reverse; if DDP exchanges over other ranks, has a hook
-            already, or was made with an option that a hook cannot be right with.
+            already, or was made with an option that a hook cannot be right with; if a lookup has a
+            `max_norm`, as for `Pipeline`.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
 
     Example:
@@ -155,6 +157,7 @@ class DDPHook:
         check_chain(self.tx, self._group, "a DDP hook")
         _check_stages(self.tx)
         check_model(model)
+        check_lookups(model.module, self._group)
         check_ranks(model, self._group)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
         self._check_scaler()

@@ -136,7 +136,7 @@ class Grouped:
 
     @property
     def state(self) -> ChainState:
-        """As the functional form has it; waits for what is under way."""
+        """As the functional form has it, after the last step."""
         found: Extra = {}
         for group in self._groups:
             for key, value in flatten_state(group.state).items():
@@ -148,7 +148,12 @@ class Grouped:
 
     @state.setter
     def state(self, state: ChainState) -> None:
+        self._check_idle()
         self._take_up(state)
+
+    def _check_idle(self) -> None:
+        if self._jobs:
+            raise RuntimeError("a backward pass has come since the last sync(): call that first")
 
     def _take_up(self, state: ChainState) -> None:
         saved = flatten_state(state)
@@ -314,8 +319,7 @@ class Grouped:
 
     def flush(self, **extra: Any) -> Outcome:
         """One step of what is held back."""
-        if self._jobs:
-            raise RuntimeError("a backward pass has come since the last sync(): call that first")
+        self._check_idle()
         for group in self._groups:
             self._jobs.append(self._background.submit(partial(self._flushed, group, extra)))
         return self._finished(extra)

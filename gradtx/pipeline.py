@@ -14,6 +14,7 @@ from gradtx.backends.torch_ops import flag
 from gradtx.checkpoint import check_identity, flatten_state, identity, restore_state
 from gradtx.checks import (
     check_chain,
+    check_lookups,
     check_one_loss_scale,
     has_unscale,
     own_loss_scale,
@@ -108,10 +109,11 @@ class Pipeline:
             wrong that a smaller loss scale does not mend. None bears all.
         overlap: whether gradients go out, some leaves at a time, as soon as the backward pass has
             them, while it goes on to others. The result is the same. Each backward pass is then
-            followed by one `sync`; where gradients of several are added up in ``.grad``, all but
-            the last run within `no_sync`. What has to be known before: the loss scale is the
-            scaler's, and `weight` stays away. Whether it pays is tried in the first steps, and
-            told by the property `overlap`; ``"always"`` does not try.
+            followed by one `sync`, and until then ``.grad`` is neither read nor written; where
+            gradients of several are added up in it, all but the last run within `no_sync`. What has
+            to be known before: the loss scale is the scaler's, and `weight` stays away. Whether it
+            pays is tried in the first steps, and told by the property `overlap`; ``"always"`` does
+            not try.
 
     Parameters may be DTensors, such as `torch.distributed.fsdp.fully_shard` makes of one dimension
     of a mesh, ``mesh["shard"]``: the exchange is then over the other one, ``mesh["replicate"]``,
@@ -126,10 +128,11 @@ class Pipeline:
             no exchange (GX405).
         ValueError: if the model is wrapped in DDP or FSDP1; if parameters are spread over ranks of
             the exchange, or a stage of the chain cannot do with shards (named, with what to use
-            instead); if there is a scaler and no `unscale`, or a `dynamic_loss_scale` as well; if
-            there is either and the exchange is delayed: the next loss scale cannot wait for its
-            verdict. With overlap, if a stage before the exchange looks at all leaves together, or
-            the loss scale is known only to `sync`.
+            instead); if there are several ranks and an `Embedding` with a `max_norm`, which each of
+            them would apply to other rows; if there is a scaler and no `unscale`, or a
+            `dynamic_loss_scale` as well; if there is either and the exchange is delayed: the next
+            loss scale cannot wait for its verdict. With overlap, if a stage before the exchange
+            looks at all leaves together, or the loss scale is known only to `sync`.
         TypeError: if a parameter is no floating-point tensor, the scaler no GradScaler, or the
             exchange one over a JAX mesh.
         RankMismatchError: on every rank, if ranks disagree or one of them has failed.
@@ -278,6 +281,7 @@ class Pipeline:
             raise ValueError(f"Pipeline(overlap={overlap!r}): expected True, False or 'always'")
         check_chain(self.tx, self._group, "a Pipeline")
         _refuse_ddp(model)
+        check_lookups(model, self._group)
         self._scaler = None if scaler is None else ScalerAdapter(scaler)
         self._check_scaler()
         if self._module is not None:

@@ -424,11 +424,11 @@ class _Sums:
         """The sum over ranks, divided.
 
         Raises:
-            ValueError: if they are no floats.
+            ValueError: if they are neither FP32 nor FP64.
         """
         first = next(all_ranks)
-        if not first.is_floating_point():
-            raise ValueError(f"state {key!r} has dtype {first.dtype}: expected a float")
+        if first.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"state {key!r} has dtype {first.dtype}: expected float32 or float64")
         if self._memory.numel() < first.numel():
             self._memory = torch.empty(first.numel(), dtype=torch.float64)
         out, total = room(first), self._memory[: first.numel()]
@@ -527,16 +527,23 @@ def _check_identity(state: Any, name: str) -> None:
         )
 
 
+_SHOWN = 8  # ranks
+
+
 def _ranks(ranks: list[int]) -> str:
-    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    some = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {some} {'are' if len(ranks) > 1 else 'is'}"
 
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether two values are the same, bit for bit."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(x, b[key]) for key, x in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or not a.layout is b.layout is torch.strided:
         return False
     return torch.equal(_bytes(a), _bytes(b.to(a.device)))
 

@@ -132,10 +132,11 @@ def _compared(old: Sequence[Path], new: Sequence[Path]) -> Iterator[str]:
     """What residuals, velocities and windows add up to, before and after, in words."""
     sums: dict[str, list[float]] = {}
     for (key, before), (_, after) in zip(added(old), added(new), strict=True):
-        field = next(part for part in key.split(".") if not part.isdecimal() and part not in _PARTS)
+        parts = (x for x in key.split(".") if not x.isdecimal() and x not in _PARTS)
+        field = next(parts, key)
         found = sums.get(field, [0.0, 0.0, 0.0])
-        parts = before, after, after - before
-        sums[field] = [x + float(y.square().sum()) for x, y in zip(found, parts, strict=True)]
+        values = before, after, after - before
+        sums[field] = [x + float(y.square().sum()) for x, y in zip(found, values, strict=True)]
     for field, squares in sums.items():
         norms = [square**0.5 for square in squares]
         yield (

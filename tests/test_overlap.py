@@ -276,6 +276,8 @@ def twice(rank):
     backward(net)
     with pytest.raises(RuntimeError, match=r"a second backward pass before sync.*no_sync"):
         backward(net)
+    with pytest.raises(RuntimeError, match=r"a backward pass has come since the last sync"):
+        pipe.load_state_dict(pipe.state_dict())
     pipe.sync()
     net.zero_grad()
 

@@ -1,5 +1,6 @@
 """States for another number of ranks: nothing is lost, and what cannot be carried over is named."""
 
+import copy
 import importlib
 import math
 import pkgutil
@@ -568,7 +569,32 @@ REFUSED = [
     (
         lambda *abc: [changed(x, per_rank={**x["per_rank"], COUNT: "mean"}) for x in abc],
         ValueError,
-        "count' has dtype torch.int32: expected a float",
+        "count' has dtype torch.int32: expected float32 or float64",
+    ),
+    (
+        lambda *abc: [changed(x, world_size=10**15) for x in abc],
+        ValueError,
+        "those of 3 of 1000000000000000 ranks: ranks 3, 4, 5, 6, 7, 8, 9, 10, ... are missing",
+    ),
+    (
+        lambda a, b, c: [a, b, changed(c, format=torch.ones(2))],
+        ValueError,
+        "states[2] has format tensor([1., 1.]): expected 1",
+    ),
+    (
+        lambda *abc: [with_value(x, "residual.weight", torch.eye(4, 6).to_sparse()) for x in abc],
+        ValueError,
+        "residual.weight' of rank 0 is sparse (torch.sparse_coo): expected a dense tensor",
+    ),
+    (
+        lambda *abc: [changed(x, per_rank={**x["per_rank"], COUNT: torch.ones(2)}) for x in abc],
+        ValueError,
+        "count' has the rule tensor([1., 1.]): expected one of",
+    ),
+    (
+        lambda *abc: [changed(x, state={**x["state"], 7: 1}, per_rank={7: "sum"}) for x in abc],
+        ValueError,
+        "states[0] has rules for what is not there: ['7']",
     ),
 ]
 
@@ -577,6 +603,21 @@ REFUSED = [
 def test_states_that_are_not_those_of_one_job_are_refused_by_name(three, change, kind, text):
     with pytest.raises(kind, match=re.escape(text)):
         gx.reshard(change(*three), 2)
+
+
+def test_what_else_a_job_has_saved_is_carried_over(three):
+    """Such as the state of its optimizer, whose tensors lie deeper."""
+    momentum = {0: {"momentum_buffer": torch.ones(4, 6)}}
+    optimizer = {"state": momentum, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    found = gx.reshard([changed(x, optimizer=copy.deepcopy(optimizer)) for x in three], 2)
+    assert torch.equal(found[1]["optimizer"]["state"][0]["momentum_buffer"], torch.ones(4, 6))
+    assert found[1]["optimizer"]["param_groups"] == optimizer["param_groups"]
+    other = copy.deepcopy(optimizer)
+    other["state"][0]["momentum_buffer"][1, 2] = 0
+    owned = zip(three, [optimizer, optimizer, other], strict=True)
+    given = [changed(x, optimizer=own) for x, own in owned]
+    with pytest.raises(ValueError, match=r"optimizer 'state' is not the same in states\[0\] and"):
+        gx.reshard(given, 2)
 
 
 @pytest.mark.parametrize(("size", "kind"), [(0, ValueError), (True, TypeError), (2.0, TypeError)])

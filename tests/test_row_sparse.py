@@ -185,6 +185,14 @@ def test_the_given_gradient_stays_as_it_is():
     assert grad._values().tolist() == [[1.0], [2.0], [4.0]]
 
 
+def test_a_result_may_be_written_to():
+    tx = gx.chain(gx.allreduce())
+    grad = rows([1, 3], [[1.0], [2.0]]).coalesce()
+    updates, _ = tx.update({"t": grad}, tx.init({"t": torch.zeros(ROWS, 1).to_sparse()}))
+    updates["t"].values().mul_(2)
+    assert grad.values().tolist() == [[1.0], [2.0]]
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_bad_row_skips_the_step_on_all_ranks(bad):
     tx = gx.chain(gx.unscale(), gx.topk(0.5), gx.ef(), gx.allreduce())
@@ -591,6 +599,8 @@ def test_a_worker_at_its_own_pace_is_refused():
 def test_explain_names_the_leaves_that_go_as_rows():
     text = gx.explain(gx.chain(gx.allreduce()), Words(), ranks=2)
     assert "and the rows of 'bags.weight', 'words.weight', as many as a step has" in text
+    text = gx.explain(gx.chain(gx.allreduce()), torch.nn.Embedding(4, 2, sparse=True), ranks=2)
+    assert text.endswith("at most\n  and the rows of 'weight', as many as a step has")
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, 1, "0.1"])
@@ -657,6 +667,17 @@ def test_rows_of_a_node_that_overflow_are_a_bad_step_on_all_nodes():
     assert run_ranks(4, rank) == [(0, 1, 0.0)] * 4
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_table_that_forward_passes_shrink_is_refused_on_several_ranks(sparse):
+    """Each shrinks the rows that it looks up."""
+    net = torch.nn.Sequential(torch.nn.Embedding(ROWS, WIDTH, max_norm=1.0, sparse=sparse))
+    text = "layer '0' has max_norm=1.0: its forward pass shrinks the rows that this rank looks up"
+    tx = gx.chain(gx.allreduce())
+    for kind, said in run_ranks(2, lambda rank: outcome(gx.Pipeline, tx, net)):
+        assert (kind, said[: len(text)]) == ("ValueError", text)
+    gx.Pipeline(tx, net)
+
+
 # Real ranks.
 
 
@@ -697,6 +718,8 @@ def over_gloo(rank):
     model(own[1]).square().mean().backward()
     found["window"] = model.module.words.weight.grad.to_dense()
     found["again"] = outcome(lambda: model(own[2]).square().mean().backward())
+    shrinking = DistributedDataParallel(torch.nn.Embedding(4, 2, max_norm=1.0))
+    found["max_norm"] = outcome(gx.ddp_hook, gx.chain(gx.allreduce()), shrinking)
     net = Words(sparse=False)
     model = DistributedDataParallel(net)
     with model.no_sync():
@@ -736,6 +759,8 @@ def test_a_pipeline_and_ddp_do_the_same():
         for path, value in own["pipe", None][0].items():
             torch.testing.assert_close(value, own["dense"][path], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(own["window"], own["dense window"], rtol=1e-5, atol=1e-7)
+        kind, text = own["max_norm"]
+        assert (kind, text[:27]) == ("ValueError", "layer '' has max_norm=1.0: ")
         kind, text = own["again"]
         assert kind == "RuntimeError"
         assert "'words.weight' were added to what the last exchange had left" in text

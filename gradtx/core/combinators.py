@@ -335,8 +335,8 @@ def error_feedback(*compressors: Transformation, dtype: str = "float32") -> Tran
     selects_rows = any(part.select_rows for part in parts)
 
     def init(params: PyTree, info: Info | None) -> ErrorFeedbackState:
-        kept = params if selects_rows else without_tables(params)
-        residual = map_leaves(zero_residual, kept)
+        params = params if selects_rows else without_tables(params)
+        residual = map_leaves(zero_residual, params)
         return ErrorFeedbackState(residual, tuple(part.setup(params, info) for part in parts))
 
     @in_phase("feedback")

@@ -434,10 +434,10 @@ def check_leaf(path: str, leaf: Any) -> None:
     _check_floats(path, leaf)
     if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
         raise TypeError(
-            f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient, as init was "
-            "told; write sparse=False where it is looked up. Rows are taken of the weight of an "
-            "Embedding(sparse=True) that is used in no other way, if init is given the module, and "
-            "of what init is given a sparse tensor for"
+            f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient, as at init; "
+            "write sparse=False where it is looked up. Rows are taken of the weight of an "
+            "Embedding(sparse=True) that is used in no other way, if init is given the module, "
+            "and of what init is given a sparse tensor for"
         )
 
 

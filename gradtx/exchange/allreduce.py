@@ -386,7 +386,10 @@ class Allreduce(Exchange):
 
     def describe(self, leaves: Sequence[Any], context: Context) -> list[str]:
         """What each algorithm would put on the link of a rank, and which is taken, as lines."""
-        if self.axis_name is not None or not any(isinstance(x, torch.Tensor) for x in _all(leaves)):
+        arrays = _all(leaves)
+        if not arrays:
+            return []
+        if self.axis_name is not None or not any(isinstance(x, torch.Tensor) for x in arrays):
             return ["  decided when the program is traced: shown for torch tensors only"]
         plan = self._outgoing(list(leaves), context, context.size)
         return described(plan, self._algorithm, self._link)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradtx.core.phases import in_phase
-from gradtx.core.row_sparse import AllRows, Rows, device_of, no_rows
+from gradtx.core.row_sparse import AllRows, Rows, device_of, map_rows, no_rows
 from gradtx.core.tree import Layout
 from gradtx.exchange.group import Group
 from gradtx.exchange.message import Packing
@@ -47,7 +47,7 @@ def exchanged_rows(
         WireFormatError: if what a rank sent is no message of the agreed form.
     """
     if group.size == 1:
-        return dict(rows)
+        return map_rows(torch.clone, rows)  # A result of its own, as dense leaves have.
     tables, device = layout.tables, device_of(rows, dense)
     own = [rows[i] or no_rows(table, device) for i, table in tables.items()]
     absent = tuple(rows[i] is None for i in tables)

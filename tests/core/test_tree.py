@@ -215,6 +215,10 @@ BAD_LEAVES = {
         torch.ones(2).to(torch.float8_e4m3fn),
         f"leaf 'x.w' has dtype float8_e4m3fn: {EXPECTED}",
     ),
+    "sparse, without rows": (
+        torch.tensor(1.0).to_sparse(),
+        "leaf 'x.w' is sparse (torch.sparse_coo): expected a dense gradient",
+    ),
     "float": (
         1.0,
         "leaf 'x.w' is a float: expected a torch tensor, a JAX array or None",
