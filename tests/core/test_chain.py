@@ -188,6 +188,7 @@ def test_hyperparameters_are_given_by_name():
         "ratio": 0.5,
         "scope": "leaf",
         "values": "float32",
+        "rows": None,
         "feedback": True,
     }
 
