@@ -343,9 +343,8 @@ class DDPHook:
                 gradient.zero_()
                 continue
             _check_update(path, update, gradient)
-            if (
-                gradient.is_sparse or update.data_ptr() != gradient.data_ptr()
-            ):  # It may be there already.
+            # A dense one may be there already.
+            if gradient.is_sparse or update.data_ptr() != gradient.data_ptr():
                 gradient.copy_(update)
         if scale != 1.0:
             for _, buffer in self._waiting:

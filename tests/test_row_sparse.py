@@ -554,7 +554,7 @@ def test_a_gradient_of_another_kind_is_refused(grad, kind, text):
 def test_rows_without_a_word_at_init_are_refused():
     tx = gx.chain(gx.allreduce())
     state = tx.init({"t": torch.zeros(ROWS, 1)})
-    with pytest.raises(TypeError, match="write sparse=False where it is looked up"):
+    with pytest.raises(TypeError, match="dense gradient, as at init; write sparse=False"):
         tx.update({"t": rows([1], [[1.0]])}, state)
 
 

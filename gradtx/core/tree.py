@@ -435,9 +435,8 @@ def check_leaf(path: str, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
         raise TypeError(
             f"leaf {path!r} is sparse ({leaf.layout}): expected a dense gradient, as at init; "
-            "write sparse=False where it is looked up. Rows are taken of the weight of an "
-            "Embedding(sparse=True) that is used in no other way, if init is given the module, "
-            "and of what init is given a sparse tensor for"
+            "write sparse=False. Rows are taken of an Embedding's weight, if init has the module "
+            "and nothing else uses it, or where init has a sparse tensor"
         )
 
 

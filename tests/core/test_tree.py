@@ -217,7 +217,9 @@ BAD_LEAVES = {
     ),
     "sparse, without rows": (
         torch.tensor(1.0).to_sparse(),
-        "leaf 'x.w' is sparse (torch.sparse_coo): expected a dense gradient",
+        "leaf 'x.w' is sparse (torch.sparse_coo): expected a dense gradient, as at init; write "
+        "sparse=False. Rows are taken of an Embedding's weight, if init has the module and nothing "
+        "else uses it, or where init has a sparse tensor",
     ),
     "float": (
         1.0,
