@@ -108,12 +108,13 @@ def write_aside(path: Path, write: Write) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    if os.name == "posix":  # Else a folder cannot be opened.
-        flush(path.parent)
+    flush(path.parent)
 
 
 def flush(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
+    """Waits until the disk has a file, or, where that can be asked for, the names in a folder."""
+    if path.is_dir() and os.name != "posix":
+        return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)

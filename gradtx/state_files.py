@@ -44,11 +44,9 @@ def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there already, and not empty: nothing is overwritten")
-    old, names = (
-        [load_checkpoint(path, mapped=True) for path in paths],
-        [str(path) for path in paths],
-    )
-    target = folder.absolute()
+    old = [load_checkpoint(path, mapped=True) for path in paths]
+    names = [str(path) for path in paths]
+    target = folder.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as aside:
         spool, made = Path(aside, "spool"), Path(aside, "made")
         spool.mkdir()
@@ -57,7 +55,9 @@ def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path
         for rank, state in enumerate(states):
             torch.save(state, made / f"state_{rank}.pt")
             flush(made / f"state_{rank}.pt")
+        flush(made)
         made.replace(target)
+    flush(target.parent)
     return [folder / f"state_{rank}.pt" for rank in range(new_size)]
 
 

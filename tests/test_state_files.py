@@ -253,3 +253,15 @@ def test_the_command_line_says_what_is_wrong(files, tmp_path, capsys):
     expected = "gradtx reshard: the states are those of 2 of 3 ranks: rank 0 is missing\n"
     assert capsys.readouterr().err == expected
     assert not out.exists()
+
+
+def test_the_new_folder_may_be_a_link_to_an_empty_one(tmp_path):
+    pipe = gx.Pipeline(CHAINS["ef"], model())
+    torch.save(pipe.state_dict(), tmp_path / "state_0.pt")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert reshard_files([tmp_path / "state_0.pt"], 2, tmp_path / "out")[1].exists()
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == [
+        "state_0.pt",
+        "state_1.pt",
+    ]
