@@ -20,6 +20,7 @@ from gradtx.bench import gradients, results
 from gradtx.bench.training import Job, Record
 from gradtx.exchange.flags import Slots
 from gradtx.exchange.handshake import Hello
+from gradtx.exchange.uneven import gather
 from gradtx.wire import Header, WireFormatError
 
 
@@ -75,6 +76,13 @@ def test_flags_that_no_ranks_add_up_to_are_refused(place, number):
         return
     with pytest.raises(WireFormatError, match=r"(flags|weights) add up to"):
         slots.decode(said)
+
+
+@pytest.mark.parametrize("said", [(2**40, 5), (-8, 0), (8, 6)])
+def test_a_rank_that_has_failed_takes_no_size_for_granted(said):
+    group = wire.Replay(0, 2, struct.pack("<qq", *said))
+    with pytest.raises(WireFormatError, match="rank 1 has"):
+        gather(group, torch.zeros(8, dtype=torch.uint8), [0], [5])
 
 
 def spoilt(state, section, key, value):

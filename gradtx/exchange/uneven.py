@@ -9,6 +9,8 @@ import torch
 from gradtx.exchange.group import Group
 from gradtx.wire import WireFormatError
 
+_MOST_EACH = 32  # bytes that a value and its index take, and more
+
 
 def tell_nbytes(varying: int) -> int:
     """What it takes to tell the counts of so many payloads, in bytes."""
@@ -34,7 +36,8 @@ def gather(
         message: uint8.
         counts: how many values of each payload that varies are in it.
         rooms: how many there may be; no payload varies if there are none.
-        nbytes_of: the size of a message by its counts, to be checked; None does not.
+        nbytes_of: the size of a message by its counts, to be checked. None for a rank that has
+            failed and sends the least there is; it then only bounds the size.
         to_root: whether rank 0 alone gets the messages.
 
     Raises:
@@ -55,6 +58,9 @@ def gather(
             raise WireFormatError(
                 f"rank {rank} has {nbytes} bytes to send, expected {nbytes_of(others)}"
             )
+        most = message.numel() + _MOST_EACH * sum(others)
+        if nbytes_of is None and not 0 <= nbytes <= most:
+            raise WireFormatError(f"rank {rank} has {nbytes} bytes to send, of at most {most}")
     filled = message.new_zeros(max(nbytes for nbytes, *_ in answers))
     filled[: message.numel()] = message
     return [

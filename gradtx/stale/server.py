@@ -146,8 +146,6 @@ class ParameterServer:
         self._changed = threading.Condition()
         self._closing, self._exiting = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gradtx server", daemon=True)
-        # Runs at exit, before the interpreter takes the thread's ground away.
-        weakref.finalize(self, _end, self._closing, self._exiting, self._thread)
 
     @property
     def updates(self) -> int:
@@ -181,6 +179,8 @@ class ParameterServer:
             ValueError: if the store has had a server before.
         """
         self._switchboard.open()
+        # Runs at exit, before the interpreter takes the thread's ground away.
+        weakref.finalize(self, _end, self._closing, self._exiting, self._thread)
         self._thread.start()
         return self
 

@@ -122,7 +122,7 @@ class TestPlan:
 
 
 class TestEpisodes:
-    @pytest.mark.parametrize("code", [TOPK, WINDOWS, *soak.CHAINS[-3:]])
+    @pytest.mark.parametrize("code", [WINDOWS, *soak.CHAINS[-2:]])
     def test_a_chain_goes_on_from_its_checkpoints(self, code, tmp_path):
         first = on_threads(tmp_path, code, 13, flush=False)
         second = on_threads(tmp_path, code, 7)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import gradtx as gx
+from gradtx.core.chain import fail
 from gradtx.core.errors import RankMismatchError
 from gradtx.core.tree import arrays_in
 from gradtx.exchange.group import Group, default_group, find_group
@@ -93,6 +94,13 @@ class Recorded:
     agreements: dict[Any, Any]
     heard: bytes
 
+    def failed(self, data: bytes) -> None:
+        """The step of a rank that has failed, and reads on so that others hear of it."""
+        group = Replay(self.case.rank, self.case.size, data)
+        group.agreements = dict(self.agreements)
+        with default_group(group):
+            fail(self.case.make(group), self.state, ValueError("of its own"))
+
     def replay(self, data: bytes) -> None:
         """The step again, with other bytes; either it raises, or what comes is in order."""
         group = Replay(self.case.rank, self.case.size, data)
@@ -116,9 +124,14 @@ def of_cases(*cases: Case) -> Target:
     found = [case.recorded() for case in cases]
 
     def run(data: bytes) -> None:
-        found[data[0] % len(found)].replay(data[1:])
+        case = found[data[0] // 2 % len(found)]
+        (case.failed if data[0] % 2 else case.replay)(data[1:])
 
-    seeds = [bytes([i]) + each.heard for i, each in enumerate(found)]
+    seeds = [
+        bytes([2 * i + fails]) + each.heard
+        for i, each in enumerate(found)
+        for fails in (False, True)
+    ]
     return Target(seeds, run, known=16 * 200)
 
 

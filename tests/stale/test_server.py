@@ -1,7 +1,9 @@
 """Server and workers as threads of one process, over a store in memory."""
 
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -580,3 +582,9 @@ def test_jax_parameters_are_refused():
     jnp = pytest.importorskip("jax.numpy")
     with pytest.raises(TypeError, match=r"parameter 'w' is a .*torch tensors"):
         serve(store(), {"w": jnp.zeros(2)})
+
+
+def test_a_server_that_was_never_started_is_forgotten():
+    there = weakref.ref(serve(store(), zeros(2)))
+    gc.collect()
+    assert there() is None
