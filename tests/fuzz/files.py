@@ -235,6 +235,27 @@ def state_files() -> Target:
 
 
 @target
+def checkpoints() -> Target:
+    """Files of `save_checkpoint`, in both formats."""
+    folder = tempfile.TemporaryDirectory()
+    paths = [Path(folder.name, name) for name in ("saved.pt", "saved.safetensors")]
+    saved = {"step": 3, "pipe": pipeline(0).state_dict(), "list": [1, (2.0, None), torch.ones(2)]}
+
+    def run(data: bytes) -> None:
+        assert folder
+        path = paths[data[0] % 2]
+        path.write_bytes(data[1:])
+        with suppress(ValueError):
+            gx.load_checkpoint(path)
+
+    seeds = []
+    for i, path in enumerate(paths):
+        gx.save_checkpoint(saved, path)
+        seeds.append(bytes([i]) + path.read_bytes())
+    return Target(seeds, run)
+
+
+@target
 def gradient_files() -> Target:
     """Gradients in files of numpy, torch and safetensors."""
     import numpy as np
