@@ -549,4 +549,5 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().reshape(-1).contiguous().view(torch.uint8)
+    values = x.detach().resolve_conj().resolve_neg()  # What is only marked as such has no bytes.
+    return values.reshape(-1).contiguous().view(torch.uint8)
