@@ -63,6 +63,14 @@ def test_a_description_may_be_nested_as_deep_as_it_likes():
         wire.agree(group, wire.Context(wire.layout_of([torch.zeros(1)]), "chain"), 5)
 
 
+def test_a_description_may_say_more_of_a_leaf_than_others_do():
+    hello = wire.as_bytes(Hello(1, 2, 5).encode())
+    text = json.dumps(["chain", {"0": ["[1] float32", "dense", "and more"]}]).encode()
+    group = wire.Replay(0, 2, hello + struct.pack("<Q", len(text)) + text)
+    with pytest.raises(gx.RankMismatchError, match="rank 0 has .*, rank 1 has "):
+        wire.agree(group, wire.Context(wire.layout_of([torch.zeros(1)]), "chain"), 5)
+
+
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 0.5, 1e30])
 def test_flags_that_no_ranks_add_up_to_are_refused(place, number):

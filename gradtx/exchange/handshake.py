@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -188,7 +189,8 @@ def _difference(ranks: Sequence[tuple[str, dict[str, list[str]]]]) -> str:
         if other_chain != chain:
             lines.append(f"the chain: rank 0 runs {chain}, rank {rank} runs {other_chain}")
         for path in sorted({*leaves, *other_leaves}):
-            pairs = zip(leaves.get(path, _NOTHING), other_leaves.get(path, _NOTHING), strict=True)
+            both = leaves.get(path, _NOTHING), other_leaves.get(path, _NOTHING)
+            pairs = zip_longest(*both, fillvalue=_NOTHING[0])
             for here, there in [pair for pair in pairs if pair[0] != pair[1]][:1]:
                 lines.append(f"leaf {path!r}: rank 0 has {here}, rank {rank} has {there}")
     shown = lines[:20] + ([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])
