@@ -67,7 +67,7 @@ def test_a_description_may_say_more_of_a_leaf_than_others_do():
     hello = wire.as_bytes(Hello(1, 2, 5).encode())
     text = json.dumps(["chain", {"0": ["[1] float32", "dense", "and more"]}]).encode()
     group = wire.Replay(0, 2, hello + struct.pack("<Q", len(text)) + text)
-    with pytest.raises(gx.RankMismatchError, match="rank 0 has .*, rank 1 has "):
+    with pytest.raises(gx.RankMismatchError, match=r"rank 0 has .*, rank 1 has "):
         wire.agree(group, wire.Context(wire.layout_of([torch.zeros(1)]), "chain"), 5)
 
 
