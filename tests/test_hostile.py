@@ -229,6 +229,12 @@ def test_a_file_of_gradients_may_be_anything(name, content, tmp_path):
         gradients.load(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("kind", [0, 1])
+def test_the_header_of_an_array_takes_no_memory_that_is_not_there(kind):
+    array = b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**29) + b"{'descr': '<f4'"
+    target("gradient_files").check(bytes([kind]) + (archive_bytes(array) if kind else array))
+
+
 def test_arrays_of_all_shapes_are_read(tmp_path):
     for number, array in enumerate((np.float32(3), np.ones((0, 3), np.float32), np.ones((2, 3)).T)):
         np.savez(tmp_path / "a.npz", a=array, b=np.ones(2))

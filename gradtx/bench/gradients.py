@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ Gradient = dict[str, Tensor]
 
 BUILT_IN = {"early": 5, "late": 275}
 """The built-in gradients: the step each is from, of the 285 steps of the demo (see `record`)."""
+
+_LONGEST = 1 << 16  # bytes of the header of an array
+_DEFLATED = 1032  # bytes that one may become, at most
 
 
 def built_in_path(name: str) -> Path:
@@ -69,6 +73,8 @@ def _read(path: Path, read: Callable[[Path], PyTree]) -> PyTree:
 
 
 def _read_npy(path: Path) -> PyTree:
+    with path.open("rb") as file:
+        _header(file)
     # Mapped, as numpy takes the memory that a file says it needs before it looks for the values.
     return torch.from_numpy(np.lib.format.open_memmap(path, mode="c"))
 
@@ -84,14 +90,24 @@ def _read_npz(path: Path) -> PyTree:
 
 def _check_lengths(whole: BinaryIO) -> None:
     """Refuses an archive of arrays that say that they are longer than they are."""
+    size = whole.seek(0, io.SEEK_END)
     with zipfile.ZipFile(whole) as archive:
         for entry in archive.infolist():
+            if entry.compress_size > size or entry.file_size > _DEFLATED * entry.compress_size:
+                raise ValueError(f"{entry.filename} says that it has {entry.file_size} bytes")
             with archive.open(entry) as file:
-                version = np.lib.format.read_magic(file)
-                header = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
-                shape, _, dtype = header[version != (1, 0)](file)
+                shape, dtype = _header(file)
             if math.prod(shape) * dtype.itemsize > entry.file_size:
                 raise ValueError(f"{entry.filename} says that it has the shape {shape}")
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """The shape and the dtype of an array, whose header may say that it is of any length."""
+    start = io.BytesIO(file.read(_LONGEST))
+    version = np.lib.format.read_magic(start)
+    headers = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
+    shape, _, dtype = headers[version != (1, 0)](start)
+    return shape, dtype
 
 
 def _read_torch(path: Path) -> PyTree:
