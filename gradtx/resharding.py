@@ -318,12 +318,14 @@ class Resharded:
         return [torch.zeros_like(value(0))] * self._new
 
     def _value(self, section: str, key: str, rank: int) -> Any:
-        """A value of a rank: a dense tensor, or a number.
+        """A value of a rank: of a state a dense tensor, or a number; of what else was saved any.
 
         Raises:
             ValueError: if it is anything else.
         """
         value = self._states[rank][section][key]
+        if section != "state" and not isinstance(value, torch.Tensor):
+            return value
         if isinstance(value, (bool, int, float, str)):
             return value
         return check_tensor(f"{section} {key!r} of rank {rank}", value)
@@ -332,8 +334,11 @@ class Resharded:
         first = value(0)
         for rank in range(1, self._old):
             other = value(rank)
-            if _equal(first, other):
-                continue
+            try:
+                if _equal(first, other):
+                    continue
+            except RecursionError:
+                raise ValueError(f"{section} {key!r} is nested too deep") from None
             both = f"{self._names[0]} and {self._names[rank]}"
             if (counter := self._counter_apart(rank)) is not None:
                 at = [shown(self._states[r]["state"][counter]) for r in (0, rank)]
@@ -378,6 +383,16 @@ class Resharded:
         """What all ranks have in common, but for the values."""
         first = self._states[0]
         plain = [name for name in first if name not in (*self._sections, "rank", "per_rank")]
+        names = {key for key in first["state"] if isinstance(key, str)}
+        unknown = sorted(map(str, self.rules.keys() - names))
+        if unknown:
+            raise ValueError(f"{self._names[0]} has rules for what is not there: {unknown[:5]}")
+        for key, rule in self.rules.items():
+            if not isinstance(rule, str) or rule not in _RULES:
+                allowed = ", ".join(map(repr, _RULES))
+                raise ValueError(
+                    f"state {key!r} has the rule {shown(rule)}: expected one of {allowed}"
+                )
         for name, state in zip(self._names, self._states, strict=True):
             if state.keys() != first.keys():
                 differ = sorted(map(str, state.keys() ^ first.keys()))
@@ -396,15 +411,6 @@ class Resharded:
                         f"{name} has the rule {shown(state['per_rank'][key])} for state {key!r}: "
                         f"expected {shown(rule)}, as {self._names[0]} has"
                     )
-        unknown = [key for key in self.rules if key not in first["state"]]
-        if unknown:
-            raise ValueError(f"{self._names[0]} has rules for what is not there: {unknown[:5]}")
-        for key, rule in self.rules.items():
-            if rule not in _RULES:
-                allowed = ", ".join(map(repr, _RULES))
-                raise ValueError(
-                    f"state {key!r} has the rule {shown(rule)}: expected one of {allowed}"
-                )
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -579,17 +579,17 @@ REFUSED = [
     (
         lambda a, b, c: [a, b, changed(c, format=torch.ones(2))],
         ValueError,
-        "states[2] has format tensor([1., 1.]): expected 1",
+        "states[2] has format a Tensor: expected 1",
     ),
     (
         lambda *abc: [with_value(x, "residual.weight", torch.eye(4, 6).to_sparse()) for x in abc],
         ValueError,
-        "residual.weight' of rank 0 is sparse (torch.sparse_coo): expected a dense tensor",
+        "residual.weight' of rank 0 is sparse: expected a dense tensor",
     ),
     (
         lambda *abc: [changed(x, per_rank={**x["per_rank"], COUNT: torch.ones(2)}) for x in abc],
         ValueError,
-        "count' has the rule tensor([1., 1.]): expected one of",
+        "count' has the rule a Tensor: expected one of",
     ),
     (
         lambda *abc: [changed(x, state={**x["state"], 7: 1}, per_rank={7: "sum"}) for x in abc],
