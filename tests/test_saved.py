@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import os
 import random
 import signal
@@ -252,6 +253,19 @@ def test_a_sparse_tensor_is_refused_where_the_format_has_none(tmp_path):
     with pytest.raises(TypeError, match=r"checkpoint\['a/b'\] is sparse, which safetensors files"):
         gx.save_checkpoint({"a": {"b": torch.eye(2).to_sparse()}}, path)
     assert gx.load_checkpoint(path) == {"old": 1}
+
+
+def test_a_file_system_that_cannot_flush_folders_is_written_to(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def only_files(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    gx.save_checkpoint({"x": 1}, tmp_path / "x.pt")
+    assert gx.load_checkpoint(tmp_path / "x.pt") == {"x": 1}
 
 
 @pytest.mark.parametrize("kind", FILES)
