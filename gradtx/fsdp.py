@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from gradtx.backends import is_dtensor
 from gradtx.core.chain import Chain
-from gradtx.core.errors import RankMismatchError
+from gradtx.core.errors import RankLostError, RankMismatchError
 from gradtx.core.stage import Kind, Stage
 from gradtx.core.tree import PyTree, arrays_in, map_leaves
 from gradtx.engine import Direct, Outcome
@@ -331,20 +331,32 @@ class AcrossShards(Direct):
         """One update of this rank's parts, which may be written over."""
         values = {name: extra[name] for name in _VALUES if name in extra}
         good = not self._leaves_out or all(bool(x.isfinite().all()) for x in arrays_in(gradients))
-        if not self._begun(good=good, **values):
-            extra["finite"] = torch.tensor(False)
-        return super().step(gradients, **extra)
+        with self._together():
+            if not self._begun(good=good, **values):
+                extra["finite"] = torch.tensor(False)
+            return super().step(gradients, **extra)
 
     def flush(self, **extra: Any) -> Outcome:
         """One step of what is held back."""
-        self._begun()
-        return super().flush(**extra)
+        with self._together():
+            self._begun()
+            return super().flush(**extra)
 
     def fail(self, error: Exception) -> None:
         """Tells the other ranks that this one will not come to the next exchange, and why."""
         with suppress(Exception):
             self._shards.begin(error)
         super().fail(error)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Where a rank that is lost in one group is one for those in the others too."""
+        try:
+            yield
+        except RankLostError as error:
+            for group in (*self._tx.groups, self._shards.group):
+                group.give_up(str(error))
+            raise
 
     def _begun(self, **said: Any) -> bool:
         try:

@@ -68,7 +68,8 @@ class Grouped:
 
     Each group goes through all up to the exchange, in a thread of its own, one after the other, in
     an order that is the same on all ranks. What that makes of the state is kept apart until all
-    have come through: if one was bad, none has moved. What is behind the exchange sees all leaves.
+    have come through: if one was bad, or a rank has failed before the last, none has moved. What is
+    behind the exchange sees all leaves.
 
     Args:
         tx: a chain with an exchange, that `reason_against` has nothing against.
@@ -182,7 +183,8 @@ class Grouped:
                     "passes but the last within `with pipe.no_sync():`"
                 )
             group.waiting.discard(place)
-            while len(self._jobs) < len(self._groups):
+            # The last goes out in `step`: until then a rank that fails can tell the others.
+            while len(self._jobs) < len(self._groups) - 1:
                 following = self._groups[len(self._jobs)]
                 if following.waiting:
                     break

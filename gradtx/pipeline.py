@@ -387,6 +387,10 @@ class Pipeline:
 
         It returns once the others have come to their `sync`, or after the group's time-out.
 
+        The ranks that a model is sharded over wait for each other in both passes, where this does
+        not reach them: there call it only after the backward pass, and let the process end if it
+        fails before.
+
         Args:
             error: what has gone wrong.
         """

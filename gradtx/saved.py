@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,6 +16,7 @@ import torch
 from gradtx.interop.optional import require
 
 _PLAIN = (str, int, float, bool, type(None))
+_MAPPINGS = (dict, OrderedDict, Counter)  # that torch.load(weights_only=True) makes
 _SAFETENSORS = ".safetensors"
 _ENTRY = "gradtx"  # of the metadata of a safetensors file
 
@@ -58,7 +62,7 @@ def save_checkpoint(checkpoint: Any, path: str | Path) -> None:
     if path.suffix == _SAFETENSORS:
         write_aside(path, lambda aside: _write_safetensors(aside, tree, tensors))
     else:
-        write_aside(path, lambda aside: torch.save(checkpoint, aside))
+        write_aside(path, lambda aside: torch.save(_readable(checkpoint), aside))
 
 
 def load_checkpoint(path: str | Path, *, mapped: bool = False) -> Any:
@@ -70,7 +74,8 @@ def load_checkpoint(path: str | Path, *, mapped: bool = False) -> Any:
             is not to be written over.
 
     Returns:
-        The checkpoint, its tensors on the CPU. What was a mapping of another kind is a dict.
+        The checkpoint, its tensors on the CPU. What was a mapping of another kind is a dict, what
+        was a parameter a plain tensor.
 
     Raises:
         ImportError: for a safetensors file, if that package is not installed.
@@ -118,6 +123,10 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Of a file system over a network, which has no such thing for folders.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
     finally:
         os.close(descriptor)
 
@@ -150,6 +159,18 @@ def _described(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
+def _readable(value: Any) -> Any:
+    """The same in types that are read without running anything, and with nothing tied to them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        found: Any = copy(value) if type(value) in _MAPPINGS else {}  # A module's has `_metadata`.
+        for key, x in value.items():
+            found[key] = _readable(x)
+        return found
+    return type(value)(map(_readable, value)) if isinstance(value, (list, tuple)) else value
+
+
 def _within(key: str, name: Any) -> str:
     """As in a JSON pointer (RFC 6901), so that no two are the same."""
     own = str(name).replace("~", "~0").replace("/", "~1")
@@ -177,6 +198,8 @@ def _write_safetensors(path: Path, tree: Any, tensors: Mapping[str, torch.Tensor
     known: set[int] = set()
     apart: dict[str, torch.Tensor] = {}
     for key, x in tensors.items():
+        if x.layout is not torch.strided:
+            raise TypeError(f"checkpoint[{key!r}] is sparse, which safetensors files cannot hold")
         # The format has no strides, and no two names for one memory.
         shared = x.untyped_storage().data_ptr() in known
         known.add(x.untyped_storage().data_ptr())

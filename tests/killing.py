@@ -141,14 +141,14 @@ def model(dtype=torch.float32):
 
 
 @contextmanager
-def among(rank, size, store, limit):
+def among(rank, size, store, limit, backend="gloo"):
     """This process as a rank of a group of several."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter("error")
     timeout = timedelta(seconds=limit)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
     )
     yield
     dist.destroy_process_group()
@@ -270,6 +270,23 @@ def fail_in_the_loss(line, rank, store, tells):
             except gx.RankMismatchError as error:
                 heard.append((type(error).__name__, str(error), same(before, loop.kept())))
         line.tell((heard, loop.weights()))
+
+
+def lose_the_second(line, rank, store):
+    """In a group whose backend has no name rank 1 ends; the others live on until they are told."""
+    with among(rank, 4, store, 30.0, backend=None):
+        loop = Loop(rank, "gather")
+        loop.backward(0)
+        loop.sync()
+        if rank == 1:
+            return
+        loop.backward(1)
+        began, before = time.monotonic(), loop.kept()
+        try:
+            loop.sync()
+        except gx.RankLostError as error:
+            line.tell((str(error), time.monotonic() - began, same(before, loop.kept())))
+        line.hear()
 
 
 def faults_after(loop, before):

@@ -22,9 +22,12 @@ def newest_of_all(folder, rank):
 
     A rank that has heard all it had to may have made one more than the others: two are kept.
     """
-    own = [int(path.stem.split("_")[-1]) for path in folder.glob(f"rank_{rank}_step_*.pt")]
+    own = {int(path.stem.split("_")[-1]): path for path in folder.glob(f"rank_{rank}_step_*.pt")}
     newest = torch.tensor(max(own, default=-1))
     dist.all_reduce(newest, op=dist.ReduceOp.MIN)
+    for step in own:
+        if step > newest:
+            own[step].unlink()
     return int(newest)
 
 

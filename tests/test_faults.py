@@ -22,6 +22,7 @@ from killing import (
     Marks,
     exchange_alone,
     fail_in_the_loss,
+    lose_the_second,
     ranks_of,
     train,
 )
@@ -150,6 +151,18 @@ def test_a_rank_that_fails_in_its_loss_can_tell_the_others_and_all_go_on():
 def test_a_rank_that_fails_in_its_loss_and_ends_is_lost():
     for heard, _ in losing(tells=False):
         assert [(kind, kept) for kind, _, kept in heard] == [("RankLostError", True)] * 2
+
+
+def test_a_lost_rank_is_heard_of_at_once_where_the_backend_is_not_named():
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        store = str(Path(folder, "store"))
+        ranks = [stack.enter_context(forked(lose_the_second, i, store)) for i in range(4)]
+        for text, seconds, kept in [ranks[i].hear(2 * LIMIT) for i in (0, 2, 3)]:
+            assert "no answer from " in text
+            assert seconds < LIMIT / 3
+            assert kept
+        for i in (0, 2, 3):
+            ranks[i].tell("end")
 
 
 # Without the last a restarted worker may read from the agent's store where those before it

@@ -8,6 +8,7 @@ import copy
 import functools
 import io
 import math
+import time
 
 import pytest
 import torch
@@ -762,6 +763,46 @@ def one_replica(rank):
     """One replica of two shards: nothing to exchange, and the shards have to agree all the same."""
     mesh = Mesh("one_replica", 1, 2)
     return bad_steps(rank, mesh), beside_whole_model(rank, mesh)
+
+
+def lost_behind_the_exchange(rank, folder):
+    """Rank 1 is lost when the others of its shard have stepped; rank 0 hears of it, and waits.
+
+    How long the second replica takes to hear of it, and how.
+    """
+    mesh = Mesh("lost", 2, 2)
+    loop = Loop(rank, mesh, *CHAINS["topk"])
+    loop.step(0)
+    engine, before = loop.pipe._engine, loop.found
+    groups = *loop.tx.groups, engine._shards.group
+    if rank == 1:
+
+        def end(*args, **kwargs):
+            for group in groups:
+                group.give_up("this rank is gone")
+            raise OSError("gone")
+
+        engine._shards.end = end
+    told = outcome(loop.step, 1) if rank < 2 else None
+    if rank < 2:
+        deadline = time.monotonic() + 15.0
+        while len(list(folder.glob("done *"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return told, same(before, loop.found), 0.0
+    loop.step(1)
+    before, began = loop.found, time.monotonic()
+    told = outcome(loop.step, 2)
+    seconds = time.monotonic() - began
+    (folder / f"done {rank}").touch()
+    return told, same(before, loop.found), seconds
+
+
+def test_a_rank_that_is_lost_behind_the_exchange_is_lost_to_all(tmp_path):
+    beside, _, *others = gloo_ranks(4, lost_behind_the_exchange, tmp_path)
+    for (kind, _), kept, seconds in (beside, *others):
+        assert kind == "RankLostError"
+        assert kept
+        assert seconds < 10.0
 
 
 def test_one_shard_is_as_none():

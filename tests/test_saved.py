@@ -2,11 +2,12 @@
 
 import contextlib
 import copy
+import errno
 import os
 import random
 import signal
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
 import numpy as np
 import pytest
@@ -227,6 +228,44 @@ def test_whatever_is_plain_comes_back(kind, tmp_path):
     assert same({**found, "again": 0}, {**checkpoint, "again": 0})
     assert torch.equal(found["again"], tied)
     assert [path.name for path in tmp_path.iterdir()] == [f"x.{kind}"]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_tied_to_values_does_not_keep_them_from_being_read(kind, tmp_path):
+    tagged = torch.nn.Parameter(torch.ones(2))
+    tagged.tag = time.sleep
+    net = torch.nn.BatchNorm1d(3)
+    mappings = {"default": defaultdict(list, a=[tagged]), "net": net.state_dict()}
+    gx.save_checkpoint(mappings, tmp_path / f"x.{kind}")
+    found = gx.load_checkpoint(tmp_path / f"x.{kind}")
+    assert type(found["default"]) is dict
+    assert torch.equal(found["default"]["a"][0], torch.ones(2))
+    assert not found["default"]["a"][0].requires_grad
+    if kind == "pt":  # Modules ask it which version of them was saved.
+        assert found["net"]._metadata == net.state_dict()._metadata
+    assert type(mappings["default"]) is defaultdict
+    assert mappings["default"]["a"][0] is tagged
+
+
+def test_a_sparse_tensor_is_refused_where_the_format_has_none(tmp_path):
+    path = tmp_path / "x.safetensors"
+    gx.save_checkpoint({"old": 1}, path)
+    with pytest.raises(TypeError, match=r"checkpoint\['a/b'\] is sparse, which safetensors files"):
+        gx.save_checkpoint({"a": {"b": torch.eye(2).to_sparse()}}, path)
+    assert gx.load_checkpoint(path) == {"old": 1}
+
+
+def test_a_file_system_that_cannot_flush_folders_is_written_to(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def only_files(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    gx.save_checkpoint({"x": 1}, tmp_path / "x.pt")
+    assert gx.load_checkpoint(tmp_path / "x.pt") == {"x": 1}
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -6,12 +6,12 @@ fifty steps or so the ranks save their states, each its own, and go on from ther
 process group, in another one, in other processes, or, resharded, on another number of ranks. All
 that happens follows from the seed, so a run that ends in a broken law can be repeated.
 
-Checked are, in every step, that parameters are the same bits on all ranks (law L4) and that a step
-is good or bad as it ought to be; that a bad one moves no state but counters, and that no state has
-anything that is not finite (L5); after every tenth and over all restarts, that results and mean
-residuals add up to the mean gradients (L2), with "error" the largest deviation, as a share of what
-rounding is granted. Memory and open files of each process are to be flat, from the second turn of
-all chains to the last.
+Checked are, in every step, that parameters are the same bits on all ranks (law L4), that a step is
+good or bad as it ought to be, and that a bad one moves no state but counters (L5); after every
+tenth and over all restarts, that no state has anything that is not finite (L5), and that results
+and mean residuals add up to the mean gradients (L2), with "error" the largest deviation, as a share
+of what rounding is granted. Memory and open files of each process are to be flat, from the second
+turn of all chains to the last.
 """
 
 from __future__ import annotations

@@ -101,6 +101,11 @@ class Grid(Group):
             buffer = group.broadcast(buffer)
         return buffer
 
+    def give_up(self, reason: str) -> None:
+        """Says that this rank will not talk to the others again, along any axis."""
+        for group in self._groups:
+            group.give_up(reason)
+
 
 def joint(groups: Sequence[Group]) -> Group:
     """All ranks of the groups, those between nodes first."""

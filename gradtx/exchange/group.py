@@ -172,6 +172,8 @@ class ProcessGroup(Group):
         # Weak, or what is known of groups would keep them alive for ever.
         self._reference = ref(group)
         self._backend = dist.get_backend(group)
+        # Of a group that has a backend for each kind of device too, or was made without a name.
+        self._gloo = _is_gloo(group)
         self._lost = ""
 
     @property
@@ -231,7 +233,7 @@ class ProcessGroup(Group):
     def _hang_up(self) -> list[int]:
         """Closes the connections to all ranks; gives those that were closed from the other end."""
         gone: list[int] = []
-        if self._backend != "gloo":
+        if not self._gloo:
             return gone
         for rank in range(self.size):
             if rank == self.rank:
@@ -281,7 +283,7 @@ class ProcessGroup(Group):
     def _all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
         own = self._here(message)
         received = [torch.empty_like(own) for _ in range(self.size)]
-        if self._in_pieces(own.numel()):
+        if self._in_pieces(own):
             received[self.rank] = own
             self._swap([own] * self.size, received)
         else:
@@ -289,9 +291,9 @@ class ProcessGroup(Group):
                 dist.all_gather(received, own, group=group)
         return [part.to(message.device) for part in received]
 
-    def _in_pieces(self, nbytes: int) -> bool:
+    def _in_pieces(self, message: torch.Tensor) -> bool:
         # Gloo's own gather leaves two fifths of a link of 1 Gbit/s unused, its exchange half of it.
-        return self._backend == "gloo" and nbytes > _PIECE
+        return self._gloo and message.is_cpu and message.numel() > _PIECE
 
     def _swap(self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         """Sends each other rank its part, and fills in what they send."""
@@ -313,13 +315,13 @@ class ProcessGroup(Group):
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
     ) -> list[torch.Tensor]:
-        if self._backend == "gloo":
-            out = [self._here(part) for part in parts]
+        out = [self._here(part) for part in parts]
+        if self._gloo and out[0].is_cpu:
             found = [out[0].new_empty(length) for length in lengths]
             found[self.rank] = out[self.rank]
             self._swap(out, found)
             return [part.to(parts[0].device) for part in found]
-        own = self._here(torch.cat(list(parts)))
+        own = torch.cat(out)
         received = own.new_empty(sum(lengths))
         given = [part.numel() for part in parts]
         with self._talking() as group:
@@ -352,6 +354,14 @@ class ProcessGroup(Group):
 
 def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
     return message.split(_PIECE) if message.numel() else ()
+
+
+def _is_gloo(group: Any) -> bool:
+    """Whether it is gloo that a process group sends what is on a CPU with."""
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def _timeout(group: Any) -> timedelta | None:
