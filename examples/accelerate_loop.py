@@ -48,11 +48,11 @@ def compressed(accelerator: Accelerator, model: nn.Module) -> gx.DDPHook:
 
     # Each rank has left out something else, and register_for_checkpointing keeps rank 0's only.
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        torch.save(hook.state_dict(), f"{folder}/gradtx_{accelerator.process_index}.pt")
+        gx.save_checkpoint(hook.state_dict(), f"{folder}/gradtx_{accelerator.process_index}.pt")
 
     def load(models: list[nn.Module], folder: str) -> None:
         path = f"{folder}/gradtx_{accelerator.process_index}.pt"
-        hook.load_state_dict(torch.load(path, weights_only=True))
+        hook.load_state_dict(gx.load_checkpoint(path))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

@@ -8,6 +8,7 @@ tx = gx.chain(gx.unscale(), gx.skip_bn(), gx.topk(0.01), gx.ef(), gx.allreduce()
 __version__ = "0.1.0"
 
 from gradtx.checkpoint import PerRank
+from gradtx.checkpoint_files import load_checkpoint, save_checkpoint
 from gradtx.compressors.cast import cast
 from gradtx.compressors.compressor import compressor, random_compressor
 from gradtx.compressors.levels import Levels
@@ -53,7 +54,6 @@ from gradtx.interop.mesh import partition_specs
 from gradtx.interop.optax import from_optax, to_optax
 from gradtx.pipeline import Pipeline, SyncReport
 from gradtx.resharding import reshard
-from gradtx.saved import load_checkpoint, save_checkpoint
 from gradtx.stale.server import ParameterServer, ServerUpdate
 from gradtx.stale.worker import PushReport, Worker
 from gradtx.transforms.accumulate import accumulate

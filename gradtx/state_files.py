@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from gradtx.checkpoint_files import flush, load_checkpoint
 from gradtx.core.arguments import check_whole
 from gradtx.resharding import Resharded
-from gradtx.saved import flush, load_checkpoint
 
 
 def reshard_files(paths: Sequence[str | Path], new_size: int, folder: str | Path) -> list[Path]:

@@ -13,7 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+import gradtx as gx
 from forked import forked
 from killing import (
     CHAINS,
@@ -215,3 +217,24 @@ def test_a_run_that_torchrun_restarts_ends_as_if_nothing_had_happened(tmp_path):
     assert sorted((int(i), left) for i, left, _ in found) == list(enumerate(whole))
     assert len(first) == 1
     assert first <= {LAST - 1, LAST, LAST + 1}
+
+
+class Failing:
+    """A transformation of somebody's own, behind the exchange."""
+
+    def init(self, params):
+        return None
+
+    def update(self, updates, state, params=None):
+        raise ArithmeticError("no step today")
+
+
+def test_gradients_are_as_they_were_where_a_stage_behind_the_exchange_fails():
+    weight = torch.zeros(100, requires_grad=True)
+    gradient = torch.arange(100.0)
+    weight.grad = gradient.clone()
+    own = gx.declare(Failing(), name="failing", linear=True, stateful=False)
+    pipe = gx.Pipeline(gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce(), own), {"w": weight})
+    with pytest.raises(ArithmeticError, match="no step today"):
+        pipe.sync()
+    assert torch.equal(weight.grad, gradient)

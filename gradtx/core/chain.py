@@ -170,7 +170,9 @@ class Chain(Transformation):
         self._joins = _ends_in_feedback(self.stages)
         self._defers = self.exchange is not None and _defers(self.core)
         # A state behind the exchange may keep its results: the next gradients must not reach them.
-        self.overwrites = not any(stage.stateful for stage in _behind_exchange(self.stages))
+        # And what others have written may fail there: gradients are then as they were.
+        behind = _behind_exchange(self.stages)
+        self.overwrites = not any(s.stateful or s.identity is not None for s in behind)
 
     def _setup(self, params: PyTree, info: Info | None) -> ChainState:
         layout = layout_of(params, info)
