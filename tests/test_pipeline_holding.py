@@ -347,7 +347,7 @@ def test_a_closed_pipeline_says_so():
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, gradtx as gx, gradtx.grouped
-rank, port, rounds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+rank, port, rounds, together = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 dist.init_process_group(
     "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
 )
@@ -356,11 +356,12 @@ pipe = gx.Pipeline(gx.chain(gx.topk(0.1), gx.ef(), gx.delayed(steps=2), gx.allre
 gx.grouped._LEAST = 1000
 layers = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(3)]
 overlapped = gx.Pipeline(gx.chain(gx.topk(0.1), gx.ef(), gx.allreduce()), layers, overlap=True)
-for _ in range(rounds):
+for i in range(rounds):
     p.grad = torch.ones(1000)
     pipe.sync()
-    sum(layer.sum() for layer in layers).backward()
-    if _ < rounds - 1:
+    if i < together:
+        sum(layer.sum() for layer in layers).backward()
+    if i < together - 1:
         overlapped.sync()
 print("end of the script", flush=True)
 """
@@ -377,12 +378,12 @@ def free_port():
 @pytest.mark.parametrize("rounds", [(3, 3), (3, 2)])
 def test_the_interpreter_exits_with_exchanges_under_way(rounds, tmp_path):
     """Of two pipelines, one before its `sync`; also when the other rank has gone without them."""
-    script, port = tmp_path / "script.py", free_port()
+    script, port, together = tmp_path / "script.py", free_port(), str(min(rounds))
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), port, str(rounds[rank])],
+            [sys.executable, str(script), str(rank), port, str(rounds[rank]), together],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
