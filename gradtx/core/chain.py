@@ -358,8 +358,9 @@ class Chain(Transformation):
                 leaves = _filled(leaves, state)
             tree = unflatten(layout.treespec, leaves)
             if params is not None:
-                arranged = enumerate(layout.arrange(params))
-                dense = [None if i in layout.tables else leaf for i, leaf in arranged]
+                dense = layout.arrange(params)
+                if layout.tables:
+                    dense = [None if i in layout.tables else x for i, x in enumerate(dense)]
                 params = unflatten(layout.treespec, _detached(dense))
             extra = {**extra, "context": context}
             with backends.full_precision():
