@@ -11,11 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradtx as gx
 from gradtx.checkpoint import flatten_state
+from gradtx.core.errors import RankLostError
 from gradtx.core.row_sparse import Rows, largest_rows
 from gradtx.core.tree import parameters_of
+from gradtx.exchange.group import default_group, find_group
 from gradtx.stale.push import PushCodec
 from gradtx.testing import run_ranks
-from ranks import gloo_ranks, outcome
+from ranks import Spy, gloo_ranks, outcome
 
 ROWS, WIDTH = 40, 3
 
@@ -764,3 +766,38 @@ def test_a_pipeline_and_ddp_do_the_same():
         kind, text = own["again"]
         assert kind == "RuntimeError"
         assert "'words.weight' were added to what the last exchange had left" in text
+
+
+class Breaking(Spy):
+    """A group that breaks off at the last gather of a step, that of rows, once it is told to."""
+
+    last = None
+
+    def all_gather(self, message):
+        if self.last is not None:
+            self.last -= 1
+            if self.last < 0:
+                raise RankLostError("gone")
+        return super().all_gather(message)
+
+
+def test_gradients_are_as_they_were_where_the_exchange_of_rows_breaks_off():
+    """Sums take their place, but only once all ranks have answered to the end."""
+
+    def rank(number):
+        group = Breaking(find_group(None))
+        with default_group(group):
+            net = Words()
+            tx = gx.chain(gx.topk(0.5), gx.ef(), gx.allreduce(algorithm="gather"))
+            pipe = gx.Pipeline(tx, net)
+            for step, x in enumerate(batches(number, 2)):
+                net.zero_grad()
+                net(x).square().mean().backward()
+                before = net.out.weight.grad.clone()
+                group.last = 2 if step else None  # After the message, and the counts of rows.
+                said = outcome(pipe.sync)
+        return said, torch.equal(net.out.weight.grad, before)
+
+    for said, same in run_ranks(2, rank):
+        assert said == ("RankLostError", "gone")
+        assert same
